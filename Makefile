@@ -1,0 +1,73 @@
+# Everything sets itself up: the first call makes a virtual environment in .venv and installs into it, later
+# calls find it ready. To use another Python: make PYTHON=python3.12 train
+
+PYTHON ?= python3
+VENV := .venv
+VPYTHON := $(VENV)/bin/python
+PIP_INSTALL := $(VPYTHON) -m pip install -qq --disable-pip-version-check -c requirements.txt
+INSTALL_INPUTS := setup.cfg pyproject.toml requirements.txt
+
+# More flags for the command, for example: make train ARGS="--seed=3 --workdir=runs/mnist_byzldp_seed3"
+ARGS ?=
+# More options for pytest, for example: make test PYTEST_ARGS="tests/test_config.py -x"
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help train quickstart test lint format install install-dev clean
+
+help:
+	@echo "make quickstart   a small private and robust run on synthetic data, under 30 seconds"
+	@echo "make train        train CafCor under ByzLDP on MNIST (100 workers, 10 malicious) into runs/mnist_byzldp"
+	@echo "make test         check style and types, then run all tests"
+	@echo "make lint         check style and types only"
+	@echo "make format       put the code into the house style"
+	@echo "make clean        remove .venv, caches and build files; runs/ stays"
+	@echo "Each sets up what it needs in .venv first. Add flags with ARGS, for example:"
+	@echo "  make train ARGS=\"--noise_mode=projected --workdir=runs/projected\""
+
+train: install
+	@$(VPYTHON) scripts/train.py --flagfile=configs/mnist_byzldp.cfg --workdir=runs/mnist_byzldp $(ARGS)
+
+quickstart: install
+	@$(VPYTHON) scripts/train.py --flagfile=configs/quickstart.cfg $(ARGS)
+
+# pytest comes last, so that its summary is the last line printed.
+test: lint
+	@$(VPYTHON) -m pytest $(PYTEST_ARGS)
+
+lint: install-dev
+	@$(VPYTHON) -m ruff check --quiet .
+	@$(VPYTHON) -m ruff format --check .
+	@$(VPYTHON) -m mypy
+
+format: install-dev
+	@$(VPYTHON) -m ruff check --quiet --fix .
+	@$(VPYTHON) -m ruff format .
+
+install: $(VENV)/.installed
+
+install-dev: $(VENV)/.installed-dev
+
+# pip comes last into a new environment, so an interrupted set-up is taken up again.
+$(VENV)/bin/pip:
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
+	  echo "error: $(PYTHON) was not found: install Python 3.11 or newer, or name one with make PYTHON=/path/to/python3." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: $(PYTHON) is older than Python 3.11: install a newer one, or name one with make PYTHON=/path/to/python3." >&2; exit 1; }
+	@echo "Making a virtual environment in $(VENV)…"
+	@"$(PYTHON)" -m venv $(VENV)
+
+# Order-only prerequisite: pip has to be there, its date does not matter.
+$(VENV)/.installed: $(INSTALL_INPUTS) | $(VENV)/bin/pip
+	@echo "Setting up $(VENV) (about a minute, once)…"
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(INSTALL_INPUTS) | $(VENV)/bin/pip
+	@echo "Setting up $(VENV) with the development tools (about a minute, once)…"
+	@$(PIP_INSTALL) -e ".[dev]"
+	@touch $@ $(VENV)/.installed
+
+clean:
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@find cafcor_jax scripts tests -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,164 @@
+"""CAF, the covariance-bound-agnostic filter: Algorithm 2 of the paper, in Gram space."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from cafcor_jax.aggregators.linear import LinearRule, check_num_byzantine, valid_workers
+from cafcor_jax.types import Array
+
+# Squarings of the covariance before the power iteration gives up on a gap: 2^24 powers tell eigenvalues
+# apart that differ by one part in ten million, all that float32 can.
+_MAX_SQUARINGS = 24
+
+
+class Filtered(NamedTuple):
+    """What the filter found."""
+
+    weights: Array
+    """[n], non-negative, of sum 1 (0 if no message was finite)."""
+    variance: Array
+    """The top eigenvalue of the covariance under these weights: the smallest met on the way."""
+    steps: Array
+    """The number of filter steps taken, at most 2f + 1."""
+
+
+def caf(num_byzantine: int) -> LinearRule:
+    r"""Builds CAF, which needs no bound on the covariance of the honest messages.
+
+    With weights c = 1, repeat while sum(c) >= n - 2f:  take the mean mu_c and covariance Sigma_c under c and
+    its top eigenpair (sigma^2, v); remember mu_c if sigma is the smallest so far; then
+    c_i <- c_i (1 - tau_i / max_j tau_j) with tau_i = <v, x_i - mu_c>^2. Returns the remembered mean.
+
+    For every set S of n - f messages, ||CAF(x) - mean_S||^2 <= kappa lambda_max(cov_S) with
+    kappa = 6f/(n-f) (1 + f/(n-2f))^2. The cost is two passes over d; the loop is on n x n matrices.
+
+    The maximum is over messages that still have weight (the paper's is over all, and may then never reach a
+    new one). A message that is not finite has weight 0 from the start and uses up one of the f.
+
+    Args:
+      num_byzantine: f, with 2f < n.
+
+    Returns:
+      A linear rule.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [100.0, -100.0]])
+      >>> caf(num_byzantine=1)(x).round(3).tolist()
+      [0.5, 0.5]
+
+    References:
+      Allouah et al., Towards Trustworthy Federated Learning with Untrusted Participants, ICML 2025.
+    """
+    check_num_byzantine(num_byzantine)
+    return LinearRule(lambda gram: spectral_filter(gram, num_byzantine).weights, num_byzantine)
+
+
+def spectral_filter(gram: Array, num_byzantine: int) -> Filtered:
+    """Runs the filter of CAF on a Gram matrix [n, n]."""
+    n = gram.shape[0]
+    valid = valid_workers(gram)
+    gram = jnp.where(valid[:, None] & valid[None, :], gram, 0)
+    num_valid = jnp.sum(valid)
+    still_byzantine = jnp.maximum(num_byzantine - (n - num_valid), 0)
+    budget = 2 * still_byzantine
+    dtype = gram.dtype
+
+    class Loop(NamedTuple):
+        kept: Array  # c, [n]
+        removed: Array  # 1 - c, [n]: kept apart, since 1 - (1 - x) loses a small x
+        best: Filtered
+        done: Array
+
+    def removal_within_budget(loop: Loop) -> Array:
+        # sum(c) >= n - 2f, with the whole rows counted exactly and the parts summed apart.
+        gone = valid & (loop.kept <= 0)
+        parts = jnp.sum(jnp.where(gone, 0, loop.removed))
+        return parts <= (budget - jnp.sum(gone)).astype(dtype)
+
+    def step(loop: Loop) -> Loop:
+        weights = loop.kept / jnp.sum(loop.kept)
+        about_mean = _recentred(gram, weights)
+        variance, scores = _top_scores(about_mean, weights)
+        best = loop.best
+        better = variance <= best.variance
+        best = Filtered(
+            jnp.where(better, weights, best.weights), jnp.where(better, variance, best.variance), best.steps + 1
+        )
+        highest = jnp.max(jnp.where(loop.kept > 0, scores, 0))
+        share = jnp.where(loop.kept > 0, jnp.minimum(scores / jnp.where(highest > 0, highest, 1), 1), 0)
+        return Loop(
+            kept=loop.kept * (1 - share),
+            removed=loop.removed + loop.kept * share,
+            best=best,
+            # No variance left in any direction: nothing can be better.
+            done=~(highest > 0),
+        )
+
+    ones = valid.astype(dtype)
+    start = Loop(
+        kept=ones,
+        removed=jnp.zeros(n, dtype),
+        best=Filtered(ones / jnp.maximum(num_valid, 1), jnp.array(jnp.inf, dtype), jnp.array(0, jnp.int32)),
+        done=num_valid == 0,
+    )
+    return lax.while_loop(lambda loop: ~loop.done & removal_within_budget(loop), step, start).best
+
+
+def _recentred(gram: Array, weights: Array) -> Array:
+    """The Gram matrix about the weighted mean."""
+    product = gram @ weights
+    return gram - product[:, None] - product[None, :] + weights @ product
+
+
+def _top_scores(about_mean: Array, weights: Array) -> tuple[Array, Array]:
+    """The top eigenvalue of the weighted covariance and every message's squared component along it.
+
+    The covariance X^T W X (d x d) and K = W^(1/2) X X^T W^(1/2) (n x n) share their eigenvalues; if K u = s u,
+    the eigenvector is v = X^T W^(1/2) u / sqrt(s), so <v, x_i> = (G W^(1/2) u)_i / sqrt(s).
+    """
+    root = jnp.sqrt(weights)
+    kernel = about_mean * root[:, None] * root[None, :]
+    scale = jnp.max(jnp.diagonal(kernel))
+    kernel = kernel / jnp.where(scale > 0, scale, 1)
+    vector = top_eigenvector(kernel)
+    value = jnp.maximum(vector @ (kernel @ vector), 0)
+    along = (about_mean / jnp.where(scale > 0, scale, 1)) @ (root * vector)
+    scores = jnp.where(value > 0, along**2 / jnp.where(value > 0, value, 1), 0)
+    return value * scale, scores * scale
+
+
+def top_eigenvector(matrix: Array) -> Array:
+    """A unit top eigenvector of a positive semi-definite matrix, by power iteration that doubles the power.
+
+    Squaring S <- S^2 / tr(S^2) raises the matrix to the power 2^k in k products. S tends to u u^T (or to the
+    projector on the top eigenspace), and its column with the largest diagonal entry cannot be orthogonal to
+    u, whatever the input: no start vector has to be chosen, and the result is deterministic. It has converged
+    when tr(S^2) = 1, which holds for matrices of rank one only.
+    """
+
+    def square(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        power, _, count = state
+        power = jnp.matmul(power, power, precision=lax.Precision.HIGHEST)
+        power = (power + power.T) / 2
+        trace = jnp.trace(power)
+        power = power / jnp.where(trace > 0, trace, 1)
+        return power, jnp.sum(power**2), count + 1
+
+    def unfinished(state: tuple[Array, Array, Array]) -> Array:
+        _, purity, count = state
+        return (purity < 1 - 4 * jnp.finfo(matrix.dtype).eps) & (count < _MAX_SQUARINGS)
+
+    trace = jnp.trace(matrix)
+    start = matrix / jnp.where(trace > 0, trace, 1)
+    power, _, _ = lax.while_loop(unfinished, square, (start, jnp.sum(start**2), jnp.int32(0)))
+    vector = jnp.take(power, jnp.argmax(jnp.diagonal(power)), axis=1)
+    # Two plain steps on the matrix itself wash out the rounding of the products.
+    for _ in range(2):
+        vector = vector / jnp.maximum(jnp.linalg.norm(vector), jnp.finfo(matrix.dtype).tiny)
+        vector = jnp.matmul(matrix, vector, precision=lax.Precision.HIGHEST)
+    return vector / jnp.maximum(jnp.linalg.norm(vector), jnp.finfo(matrix.dtype).tiny)

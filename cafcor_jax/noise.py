@@ -1,0 +1,252 @@
+"""Gaussian noise of the workers: independent, and correlated so that it cancels between pairs.
+
+Every pair (i, j) shares a key. In round t both ends draw the same normal vector from it; the smaller index adds
+it and the larger subtracts it. Over all workers the noise cancels.
+
+Two choices make that exact and fast:
+
+* Unit normals are rounded to a fixed grid and summed as int32. Integer sums do not depend on their order, so a
+  worker that knows only its own row of keys computes bitwise the row that the simulation computes, and over all
+  workers the integers cancel to zero (their float32 images, rounded once, to about 1e-7 of a row). The grid,
+  2^-21 at n = 100, is about as fine as float32 itself.
+* Coordinates are drawn in blocks that stay in the cache. The block is part of the definition: the key of a block
+  is fold_in(fold_in(pair key, round), block).
+
+All functions return float32 arrays [rows, size]; `size` is the total number of model parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cafcor_jax.threefry import threefry
+from cafcor_jax.types import Array, PyTree
+
+MODES = ("pairwise", "projected", "independent")
+
+# Coordinates drawn at once from one key: n rows of this many floats stay in the cache.
+BLOCK = 8192
+# erf_inv of a 23-bit uniform is below 5.6 in absolute value.
+_LARGEST_NORMAL = 8
+# The smallest float32 above -1: erf_inv(-1) would be infinite.
+_LOWEST = np.nextafter(np.float32(-1), np.float32(0))
+
+
+def independent(keys: Array, round_index: Array | int, size: int, sigma: Array | float) -> Array:
+    """Independent noise: row i is N(0, sigma^2 I), drawn from worker i's own key.
+
+    Args:
+      keys: [rows] typed keys, one a worker.
+      round_index: t.
+      size: d.
+      sigma: standard deviation.
+
+    Returns:
+      [rows, d].
+    """
+    round_keys = _fold_in(keys, round_index)
+
+    def block(index: Array) -> Array:
+        low, high = _normals(_fold_in(round_keys, index))
+        return sigma * jnp.concatenate([low, high], axis=-1)
+
+    return _by_blocks(block, keys.shape[0], size)
+
+
+def projected(key: Array, num_workers: int, round_index: Array | int, size: int, sigma: Array | float) -> Array:
+    """Noise with the joint law of `pairwise` in O(nd) instead of O(n^2 d): sigma sqrt(n) (z_i - mean of z).
+
+    Its covariance between workers, sigma^2 (n I - 1 1^T), is that of pairwise-cancelling noise. It is for
+    simulations only: no party could draw its row alone.
+
+    Args:
+      key: one typed key.
+      num_workers: n, all workers.
+      round_index: t.
+      size: d.
+      sigma: sigma_cor, the standard deviation of one pair's noise.
+
+    Returns:
+      [n, d].
+    """
+    keys = jax.random.split(jax.random.fold_in(key, round_index), num_workers)
+    average = jnp.full((num_workers, num_workers), 1 / num_workers)
+
+    def block(index: Array) -> Array:
+        normals = jnp.concatenate(_normals(_fold_in(keys, index)), axis=-1)
+        centred = normals - jnp.matmul(average[:1], normals, precision=lax.Precision.HIGHEST)
+        return sigma * math.sqrt(num_workers) * centred
+
+    return _by_blocks(block, num_workers, size)
+
+
+def pairwise(pair_keys: Array, round_index: Array | int, size: int, sigma: Array | float) -> Array:
+    """Pairwise-cancelling noise of all workers: row i is sum_{j != i} v_ij with v_ij = -v_ji ~ N(0, sigma^2 I).
+
+    Args:
+      pair_keys: [n, n] typed keys, symmetric (`secrets.key_matrix`).
+      round_index: t.
+      size: d.
+      sigma: sigma_cor, the standard deviation of one pair's noise.
+
+    Returns:
+      [n, d]; the memory is that of the result, never n x n x d.
+    """
+    n = pair_keys.shape[0]
+    if n == 1:
+        return jnp.zeros((1, size))
+    # Pairs at distance s on a circle: row i of step s belongs to the pair {i, i + s mod n}. All n rows of a step
+    # are drawn at once, added to row i and subtracted from row i + s (the other way round where i + s passes n),
+    # so every pair comes once for s < n / 2. At s = n / 2 every pair comes twice; its second draw is not used.
+    index = jnp.arange(n)
+    distances = jnp.arange(1, n // 2 + 1)
+    keys = _fold_in(pair_keys[index[None, :], (index[None, :] + distances[:, None]) % n], round_index)
+
+    def block(block_index: Array) -> Array:
+        def draw(s: Array | int) -> tuple[Array, ...]:
+            return tuple(_to_grid(half, n) for half in _normals(_fold_in(keys[s], block_index)))
+
+        # What a step draws is added by the next one. Going through the loop's carry it is stored once; used at
+        # once, XLA would compute it anew for both rows it belongs to.
+        def step(s: Array, carry: tuple) -> tuple:
+            total, drawn = carry
+            return _add_pairs(total, drawn, s), draw(s)
+
+        zero = jnp.zeros((n, BLOCK // 2), jnp.int32)
+        total, drawn = lax.fori_loop(1, n // 2, step, ((zero, zero), draw(0)))
+        total = _add_pairs(total, drawn, n // 2)
+        return _from_grid(jnp.concatenate(total, axis=-1), n, sigma)
+
+    return _by_blocks(block, n, size)
+
+
+def pairwise_row(
+    own_pair_keys: Array, worker: Array | int, round_index: Array | int, size: int, sigma: Array | float
+) -> Array:
+    """One worker's row of `pairwise`, bitwise the same, from its own keys alone.
+
+    Args:
+      own_pair_keys: [n] typed keys: the worker's row of the key matrix (its own entry is not used).
+      worker: i.
+      round_index: t.
+      size: d.
+      sigma: sigma_cor.
+
+    Returns:
+      [d].
+    """
+    n = own_pair_keys.shape[0]
+    index = jnp.arange(n)
+    sign = jnp.sign(index - worker)[:, None]
+    round_keys = _fold_in(own_pair_keys, round_index)
+
+    def block(block_index: Array) -> Array:
+        normals = _normals(_fold_in(round_keys, block_index))
+        halves = [jnp.sum(_to_grid(sign * half, n), axis=0) for half in normals]
+        return _from_grid(jnp.concatenate(halves), n, sigma)[None]
+
+    return _by_blocks(block, 1, size)[0]
+
+
+def pair_noise(
+    key: Array,
+    worker: Array | int,
+    other: Array | int,
+    num_workers: int,
+    round_index: Array | int,
+    size: int,
+    sigma: Array | float,
+) -> Array:
+    """v_ij: what worker i adds for its pair with j, [d]; bitwise -v_ji."""
+    round_key = _fold_in(key[None], round_index)
+    sign = jnp.sign(jnp.asarray(other) - worker)
+
+    def block(block_index: Array) -> Array:
+        halves = [_to_grid(sign * half, num_workers) for half in _normals(_fold_in(round_key, block_index))]
+        return _from_grid(jnp.concatenate(halves, axis=-1), num_workers, sigma)
+
+    return _by_blocks(block, 1, size)[0]
+
+
+def like(template: PyTree, flat: Array) -> PyTree:
+    """Cuts rows [n, d] into a pytree with leaves [n, ...] shaped as the template's."""
+    leaves, structure = jax.tree.flatten(template)
+    ends = [0]
+    for leaf in leaves:
+        ends.append(ends[-1] + leaf.size)
+    parts = [
+        flat[:, start:end].reshape(flat.shape[0], *leaf.shape).astype(leaf.dtype)
+        for leaf, start, end in zip(leaves, ends, ends[1:], strict=False)
+    ]
+    return jax.tree.unflatten(structure, parts)
+
+
+def _fold_in(keys: Array, data: Array | int) -> Array:
+    flat = jax.vmap(lambda key: jax.random.fold_in(key, data))(keys.reshape(-1))
+    # Without the barrier XLA may derive the key anew for every single normal drawn from it.
+    return lax.optimization_barrier(flat.reshape(keys.shape))
+
+
+def _by_blocks(block: Any, num_rows: int, size: int) -> Array:
+    """Fills [rows, size] block by block; the last one is drawn whole and cut."""
+    count = -(-size // BLOCK)
+
+    def fill(index: Array, out: Array) -> Array:
+        return lax.dynamic_update_slice(out, block(index), (0, index * BLOCK))
+
+    return lax.fori_loop(0, count, fill, jnp.zeros((num_rows, count * BLOCK)))[:, :size]
+
+
+def _normals(keys: Array) -> tuple[Array, Array]:
+    """A block of unit normals for every key, as two halves [rows, BLOCK / 2]."""
+    shape = (*keys.shape, BLOCK // 2)
+    if str(jax.random.key_impl(keys)) == "threefry2x32":
+        # One call of the cipher gives two words; jax.random.bits would throw one away.
+        counter = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+        low, high = threefry(jax.random.key_data(keys)[..., None, :], counter, counter + jnp.uint32(BLOCK // 2))
+    else:
+        bits = jax.vmap(lambda key: jax.random.bits(key, (2, BLOCK // 2), jnp.uint32))(keys.reshape(-1))
+        low, high = bits[:, 0].reshape(shape), bits[:, 1].reshape(shape)
+    return _normal_from_bits(low), _normal_from_bits(high)
+
+
+def _normal_from_bits(bits: Array) -> Array:
+    """Unit normals by inversion: sqrt(2) erf_inv(u), u uniform in (-1, 1)."""
+    mantissa = (bits >> 9) | jnp.uint32(0x3F800000)
+    unit = lax.bitcast_convert_type(mantissa, jnp.float32) - 1  # [0, 1)
+    uniform = jnp.maximum(_LOWEST, unit * (1 - _LOWEST) + _LOWEST)
+    return np.float32(math.sqrt(2)) * lax.erf_inv(uniform)
+
+
+def _grid_bits(num_workers: int) -> int:
+    """The finest grid 2^-bits on which a sum of n normals cannot overflow 32 bits."""
+    return 31 - math.ceil(math.log2(_LARGEST_NORMAL * max(num_workers, 2)))
+
+
+def _to_grid(normals: Array, num_workers: int) -> Array:
+    scaled = normals * 2.0 ** _grid_bits(num_workers)
+    return lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
+
+
+def _from_grid(total: Array, num_workers: int, sigma: Array | float) -> Array:
+    return total.astype(jnp.float32) * (jnp.float32(2.0 ** -_grid_bits(num_workers)) * sigma)
+
+
+def _add_pairs(totals: tuple[Array, ...], halves: tuple[Array, ...], distance: Array | int) -> tuple[Array, ...]:
+    """Adds row i of what was drawn to row i and subtracts it from row i + distance; past n with signs swapped."""
+
+    def add(total: Array, drawn: Array) -> Array:
+        n = drawn.shape[0]
+        # Where distance = n / 2, the rows past n are the same pairs again.
+        swapped = jnp.where(jnp.equal(2 * distance, n), 0, -drawn)
+        before_end = lax.broadcasted_iota(jnp.int32, drawn.shape, 0) < n - distance
+        moved = lax.dynamic_slice_in_dim(jnp.concatenate([swapped, drawn]), n - distance, n)
+        return total + jnp.where(before_end, drawn, swapped) - moved
+
+    return tuple(map(add, totals, halves))

@@ -1,0 +1,71 @@
+"""Sorting networks over the rows of [n, d] arrays.
+
+A sort of every column is a fixed list of compare-exchange steps between whole rows, so it runs as `minimum` and
+`maximum` on contiguous vectors. On a CPU that is tens of times faster than `jnp.sort` along the short axis.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cafcor_jax.types import Array
+
+
+@functools.cache
+def comparators(n: int) -> tuple[tuple[int, int], ...]:
+    """Batcher's odd-even merge sort for n wires: pairs (low, high), in order."""
+    pairs = []
+    p = 1
+    while p < n:
+        k = p
+        while k >= 1:
+            for j in range(k % p, n - k, 2 * k):
+                for i in range(min(k, n - j - k)):
+                    if (i + j) // (2 * p) == (i + j + k) // (2 * p):
+                        pairs.append((i + j, i + j + k))
+            k //= 2
+        p *= 2
+    return tuple(pairs)
+
+
+@functools.cache
+def _stages(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same network as rounds of disjoint comparators: partner [stages, n] and is_low [stages, n]."""
+    partners: list[np.ndarray] = []
+    for low, high in comparators(n):
+        if not partners or partners[-1][low] != low or partners[-1][high] != high:
+            partners.append(np.arange(n))
+        partners[-1][low], partners[-1][high] = high, low
+    partner = np.stack(partners) if partners else np.zeros((0, n), int)
+    return partner, partner >= np.arange(n)
+
+
+def median_of_rows(block: Array, valid: Array) -> Array:
+    """The lower median of the valid rows in every column.
+
+    The network runs as a loop over its stages: a few dozen steps at any n, so that it compiles in no time.
+
+    Args:
+      block: [n, b], finite.
+      valid: [n] booleans; invalid rows go half to plus and half to minus infinity, so that they cancel.
+
+    Returns:
+      [b]; 0 where no row is valid.
+    """
+    n = block.shape[0]
+    filler = jnp.where(jnp.cumsum(~valid) % 2 == 1, jnp.inf, -jnp.inf).astype(block.dtype)
+    rows = jnp.where(valid[:, None], block, filler[:, None])
+
+    def stage(rows: Array, network: tuple[Array, Array]) -> tuple[Array, None]:
+        partner, is_low = network
+        other = rows[partner]
+        return jnp.where(is_low[:, None], jnp.minimum(rows, other), jnp.maximum(rows, other)), None
+
+    partner, is_low = _stages(n)
+    rows, _ = lax.scan(stage, rows, (jnp.asarray(partner), jnp.asarray(is_low)))
+    middle = rows[(n - 1) // 2]
+    return jnp.where(jnp.isfinite(middle), middle, 0)
