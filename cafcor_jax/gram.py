@@ -30,13 +30,13 @@ from cafcor_jax.types import Aggregate, Array, Updates
 # Columns handled at once on a CPU: n rows of this many floats stay in the cache.
 _BLOCK = 8192
 # The honest spread must not be smaller than this part of the rows' squared norms: float32 keeps 7 digits, and
-# a difference of squares that loses two of them still has five.
-_SPREAD = 1e-2
+# a difference of squares that loses one of them still has six.
+_SPREAD = 0.1
 # Squared norms outside this range are close to what float32 can hold, and their products are beyond it.
 _TINY, _HUGE = 1e-25, 1e25
 # A message this many times longer than the next shorter one is filtered first by any rule, whatever its exact
 # length; longer ones are shortened to this ratio, so that every inner product fits into float32.
-_GAP = 1e4
+_GAP = 1e6
 _LONGEST = 1e18
 
 
@@ -49,7 +49,9 @@ def num_workers(updates: Updates) -> int:
         if jnp.ndim(leaf) < 1:
             raise ValueError("updates has a leaf without a worker axis (a scalar); leaves must be [n, ...].")
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise ValueError(f"updates has a leaf of dtype {jnp.result_type(leaf)}; it must be floating point.")
+            raise ValueError(
+                f"updates has a leaf of dtype {jnp.result_type(leaf)}; it must be floating point."
+            )
     counts = sorted({leaf.shape[0] for leaf in leaves})
     if len(counts) > 1:
         raise ValueError(f"the leaves of updates disagree on the number of workers: {counts}.")
@@ -61,6 +63,18 @@ def num_workers(updates: Updates) -> int:
 def as_rows(leaf: Array) -> Array:
     """Views a leaf [n, ...] as [n, size]."""
     return leaf.reshape(leaf.shape[0], -1)
+
+
+def row_groups(updates: Updates) -> list[Array]:
+    """The leaves as rows [n, size], the small ones joined: a model's biases cost one loop, not ten."""
+    groups: list[Array] = []
+    small: dict[jnp.dtype, list[Array]] = {}
+    for rows in map(as_rows, jax.tree.leaves(updates)):
+        if rows.shape[1] < _BLOCK:
+            small.setdefault(rows.dtype, []).append(rows)
+        else:
+            groups.append(rows)
+    return groups + [jnp.concatenate(rows, axis=1) for rows in small.values()]
 
 
 def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
@@ -97,7 +111,7 @@ def _plain_gram(updates: Updates) -> Array:
         centred = block - mean
         return total + _dot(centred, centred.T)
 
-    leaves = [as_rows(leaf) for leaf in jax.tree.leaves(updates)]
+    leaves = row_groups(updates)
     n = leaves[0].shape[0]
     dtype = functools.reduce(jnp.promote_types, [leaf.dtype for leaf in leaves], jnp.dtype(jnp.float32))
     total = jnp.zeros((n, n), dtype)
@@ -121,7 +135,7 @@ def _is_accurate(gram: Array) -> Array:
 
 def _robust_gram(updates: Updates) -> Array:
     """The Gram matrix about the coordinate-wise median, for messages on wildly different scales."""
-    leaves = [as_rows(leaf) for leaf in jax.tree.leaves(updates)]
+    leaves = row_groups(updates)
     n = leaves[0].shape[0]
     dtype = functools.reduce(jnp.promote_types, [leaf.dtype for leaf in leaves], jnp.dtype(jnp.float32))
     finite = functools.reduce(jnp.logical_and, [jnp.isfinite(leaf).all(axis=1) for leaf in leaves])
@@ -151,33 +165,38 @@ def _robust_gram(updates: Updates) -> Array:
         total = _over_blocks(add, leaf, total)
 
     norm = jnp.sqrt(jnp.diagonal(total))  # of the rows at unit size; 0 for a row at the centre
-    log_length = jnp.where(norm > 0, jnp.log(jnp.where(norm > 0, 4 * norm, 1)) + jnp.log(size), -jnp.inf)
-    factor = _shortened_lengths(log_length, finite) / jnp.where(norm > 0, norm, 1)
+    factor = 4 * _shortened_sizes(size, norm, finite)
     gram = total * factor[:, None] * factor[None, :]
     return jnp.where(finite[:, None] & finite[None, :], gram, jnp.nan)
 
 
-def _shortened_lengths(log_length: Array, valid: Array) -> Array:
-    """Row lengths, with every gap above the median length cut down to at most `_GAP`.
+def _shortened_sizes(size: Array, norm: Array, valid: Array) -> Array:
+    """Row sizes, made smaller where a row's length, size * norm, is more than `_GAP` times the next one's.
 
-    Lengths near the ends of the float range are also divided by the median length.
+    Only gaps above the median length count. Lengths near the ends of the float range are also divided by a
+    power of two near the median length. A row that is not shortened keeps its size to the last digit.
     """
-    count = log_length.shape[0]
+    count = size.shape[0]
+    positive = (norm > 0) & valid
+    log_length = jnp.where(positive, jnp.log(jnp.where(positive, norm, 1)) + jnp.log(size), -jnp.inf)
     order = jnp.argsort(log_length)
     ascending = log_length[order]
     # Invalid and zero rows are at minus infinity, in front.
     middle = jnp.minimum((jnp.sum(~valid) + count) // 2, count - 1)
     base = jnp.where(jnp.isfinite(ascending[middle]), ascending[middle], ascending[-1])
     base = jnp.where(jnp.isfinite(base), base, 0)
-    relative = ascending - base
-    climb = jnp.diff(jnp.maximum(relative, 0), prepend=0)
+    climb = jnp.diff(jnp.maximum(ascending - base, 0), prepend=0)
     # Many messages on as many scales share the range that there is.
     wide = jnp.maximum(jnp.sum(climb > math.log(_GAP)), 1)
     gap = jnp.minimum(math.log(_GAP), math.log(_LONGEST) / wide)
-    above = jnp.minimum(jnp.cumsum(jnp.minimum(climb, gap)), math.log(_LONGEST))
-    length = jnp.exp(jnp.where(relative > 0, above, relative))
-    unit = jnp.where(jnp.abs(base) < 0.5 * math.log(_HUGE), jnp.exp(base), 1)
-    return jnp.zeros_like(log_length).at[order].set(length * unit)
+    total = jnp.cumsum(jnp.minimum(climb, gap))
+    above = jnp.minimum(total, math.log(_LONGEST))
+    is_cut = (jnp.cumsum(climb > gap) > 0) | (total > math.log(_LONGEST))
+    in_range = (jnp.abs(base) < 0.5 * math.log(_HUGE)) & (base + above[-1] < math.log(_LONGEST))
+    exponent = jnp.where(in_range, 0, -jnp.round(base / math.log(2)))
+    shortened = jnp.exp(above + (base + exponent * math.log(2))) / jnp.where(norm > 0, norm, 1)[order]
+    kept = jnp.ldexp(size[order], exponent.astype(jnp.int32))
+    return jnp.zeros_like(size).at[order].set(jnp.where(is_cut, shortened, kept))
 
 
 def gram(updates: Updates) -> Array:
@@ -186,8 +205,8 @@ def gram(updates: Updates) -> Array:
     G[i, j] = <x_i - c, x_j - c>, summed over leaves. One pass over the messages in ordinary cases; three more
     when some message is not finite, or so far away that float32 would lose what the honest ones differ in.
     Then c is the coordinate-wise median, rows of absurd length are shortened (a rule filters them all the
-    same), and the rows and columns of messages that are not finite are NaN. If the typical length itself is
-    beyond 1e12 or below 1e-12, G is scaled to a typical length of 1.
+    same), and the rows and columns of messages that are not finite are NaN. If the squared lengths would not
+    fit into float32, G is scaled to a typical length of about 1.
 
     Args:
       updates: leaves [n, ...].
@@ -218,16 +237,18 @@ def mix(weights: Array, updates: Updates) -> Aggregate:
       A pytree with leaves [...].
     """
 
-    def mix_leaf(leaf: Array) -> Array:
-        rows = as_rows(leaf)
-        dtype = accumulator_dtype(leaf.dtype)
-        row = weights.astype(dtype)[None, :]
-        plain = _dot(row, rows.astype(dtype))[0]
+    def mixed(mask: Array | None) -> Aggregate:
+        def mix_leaf(leaf: Array) -> Array:
+            rows = as_rows(leaf)
+            dtype = accumulator_dtype(leaf.dtype)
+            if mask is not None:
+                rows = jnp.where(mask[:, None], rows, 0)
+            total = _dot(weights.astype(dtype)[None, :], rows.astype(dtype))[0]
+            return total.reshape(leaf.shape[1:]).astype(leaf.dtype)
 
-        def without_zeros(_: Array) -> Array:
-            return _dot(row, jnp.where(row.T != 0, rows, 0).astype(dtype))[0]
+        return jax.tree.map(mix_leaf, updates)
 
-        mixed = lax.cond(jnp.isfinite(plain).all(), lambda value: value, without_zeros, plain)
-        return mixed.reshape(leaf.shape[1:]).astype(leaf.dtype)
-
-    return jax.tree.map(mix_leaf, updates)
+    plain = mixed(None)
+    # 0 * Inf is NaN; only then are the rows of weight 0 masked, which costs a copy.
+    finite = jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(plain)]).all()
+    return lax.cond(finite, lambda: plain, lambda: mixed(weights != 0))

@@ -1,16 +1,16 @@
 """Gaussian noise of the workers: independent, and correlated so that it cancels between pairs.
 
-Every pair (i, j) shares a key. In round t both ends draw the same normal vector from it; the smaller index adds
-it and the larger subtracts it. Over all workers the noise cancels.
+Every pair (i, j) shares a key. In round t both ends draw the same normal vector from it; the smaller index
+adds it and the larger subtracts it. Over all workers the noise cancels.
 
 Two choices make that exact and fast:
 
-* Unit normals are rounded to a fixed grid and summed as int32. Integer sums do not depend on their order, so a
-  worker that knows only its own row of keys computes bitwise the row that the simulation computes, and over all
-  workers the integers cancel to zero (their float32 images, rounded once, to about 1e-7 of a row). The grid,
-  2^-21 at n = 100, is about as fine as float32 itself.
-* Coordinates are drawn in blocks that stay in the cache. The block is part of the definition: the key of a block
-  is fold_in(fold_in(pair key, round), block).
+* Unit normals are rounded to a fixed grid and summed as int32. Integer sums do not depend on their order, so
+  a worker that knows only its own row of keys computes bitwise the row that the simulation computes, and over
+  all workers the integers cancel to zero (their float32 images, rounded once, to about 1e-7 of a row). The
+  grid, 2^-21 at n = 100, is about as fine as float32 itself.
+* Coordinates are drawn in blocks that stay in the cache. The block is part of the definition: the key of a
+  block is fold_in(fold_in(pair key, round), block).
 
 All functions return float32 arrays [rows, size]; `size` is the total number of model parameters.
 """
@@ -59,7 +59,9 @@ def independent(keys: Array, round_index: Array | int, size: int, sigma: Array |
     return _by_blocks(block, keys.shape[0], size)
 
 
-def projected(key: Array, num_workers: int, round_index: Array | int, size: int, sigma: Array | float) -> Array:
+def projected(
+    key: Array, num_workers: int, round_index: Array | int, size: int, sigma: Array | float
+) -> Array:
     """Noise with the joint law of `pairwise` in O(nd) instead of O(n^2 d): sigma sqrt(n) (z_i - mean of z).
 
     Its covariance between workers, sigma^2 (n I - 1 1^T), is that of pairwise-cancelling noise. It is for
@@ -87,7 +89,7 @@ def projected(key: Array, num_workers: int, round_index: Array | int, size: int,
 
 
 def pairwise(pair_keys: Array, round_index: Array | int, size: int, sigma: Array | float) -> Array:
-    """Pairwise-cancelling noise of all workers: row i is sum_{j != i} v_ij with v_ij = -v_ji ~ N(0, sigma^2 I).
+    """Pairwise-cancelling noise of all workers: row i is sum_{j != i} v_ij, v_ij = -v_ji ~ N(0, sigma^2 I).
 
     Args:
       pair_keys: [n, n] typed keys, symmetric (`secrets.key_matrix`).
@@ -101,9 +103,10 @@ def pairwise(pair_keys: Array, round_index: Array | int, size: int, sigma: Array
     n = pair_keys.shape[0]
     if n == 1:
         return jnp.zeros((1, size))
-    # Pairs at distance s on a circle: row i of step s belongs to the pair {i, i + s mod n}. All n rows of a step
-    # are drawn at once, added to row i and subtracted from row i + s (the other way round where i + s passes n),
-    # so every pair comes once for s < n / 2. At s = n / 2 every pair comes twice; its second draw is not used.
+    # Pairs at distance s on a circle: row i of step s belongs to the pair {i, i + s mod n}. All n rows of a
+    # step are drawn at once, added to row i and subtracted from row i + s (the other way round where i + s
+    # passes n), so every pair comes once for s < n / 2. At s = n / 2 every pair comes twice; its second draw
+    # is not used.
     index = jnp.arange(n)
     distances = jnp.arange(1, n // 2 + 1)
     keys = _fold_in(pair_keys[index[None, :], (index[None, :] + distances[:, None]) % n], round_index)
@@ -112,8 +115,8 @@ def pairwise(pair_keys: Array, round_index: Array | int, size: int, sigma: Array
         def draw(s: Array | int) -> tuple[Array, ...]:
             return tuple(_to_grid(half, n) for half in _normals(_fold_in(keys[s], block_index)))
 
-        # What a step draws is added by the next one. Going through the loop's carry it is stored once; used at
-        # once, XLA would compute it anew for both rows it belongs to.
+        # What a step draws is added by the next one. Going through the loop's carry it is stored once; used
+        # at once, XLA would compute it anew for both rows it belongs to.
         def step(s: Array, carry: tuple) -> tuple:
             total, drawn = carry
             return _add_pairs(total, drawn, s), draw(s)
@@ -209,7 +212,9 @@ def _normals(keys: Array) -> tuple[Array, Array]:
     if str(jax.random.key_impl(keys)) == "threefry2x32":
         # One call of the cipher gives two words; jax.random.bits would throw one away.
         counter = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
-        low, high = threefry(jax.random.key_data(keys)[..., None, :], counter, counter + jnp.uint32(BLOCK // 2))
+        low, high = threefry(
+            jax.random.key_data(keys)[..., None, :], counter, counter + jnp.uint32(BLOCK // 2)
+        )
     else:
         bits = jax.vmap(lambda key: jax.random.bits(key, (2, BLOCK // 2), jnp.uint32))(keys.reshape(-1))
         low, high = bits[:, 0].reshape(shape), bits[:, 1].reshape(shape)
@@ -238,8 +243,10 @@ def _from_grid(total: Array, num_workers: int, sigma: Array | float) -> Array:
     return total.astype(jnp.float32) * (jnp.float32(2.0 ** -_grid_bits(num_workers)) * sigma)
 
 
-def _add_pairs(totals: tuple[Array, ...], halves: tuple[Array, ...], distance: Array | int) -> tuple[Array, ...]:
-    """Adds row i of what was drawn to row i and subtracts it from row i + distance; past n with signs swapped."""
+def _add_pairs(
+    totals: tuple[Array, ...], halves: tuple[Array, ...], distance: Array | int
+) -> tuple[Array, ...]:
+    """Adds row i of what was drawn to row i and subtracts it from row i + distance; past n the other way."""
 
     def add(total: Array, drawn: Array) -> Array:
         n = drawn.shape[0]

@@ -1,7 +1,7 @@
 """The Threefry-2x32 cipher, 20 rounds, written out.
 
-Bitwise the cipher behind JAX's default keys. JAX's own version on a CPU is a loop over whole arrays; written out,
-XLA fuses it with what consumes the bits and it runs about three times as fast.
+Bitwise the cipher behind JAX's default keys. JAX's own version on a CPU is a loop over whole arrays; written
+out, XLA fuses it with what consumes the bits and it runs about three times as fast.
 
 References:
   Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011.

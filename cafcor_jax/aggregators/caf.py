@@ -87,10 +87,16 @@ def spectral_filter(gram: Array, num_byzantine: int) -> Filtered:
         best = loop.best
         better = variance <= best.variance
         best = Filtered(
-            jnp.where(better, weights, best.weights), jnp.where(better, variance, best.variance), best.steps + 1
+            jnp.where(better, weights, best.weights),
+            jnp.where(better, variance, best.variance),
+            best.steps + 1,
         )
-        highest = jnp.max(jnp.where(loop.kept > 0, scores, 0))
-        share = jnp.where(loop.kept > 0, jnp.minimum(scores / jnp.where(highest > 0, highest, 1), 1), 0)
+        scores = jnp.where(loop.kept > 0, scores, 0)
+        top = jnp.argmax(scores)
+        highest = scores[top]
+        # The top message goes as a whole. Its quotient alone would not do: XLA multiplies by the rounded
+        # reciprocal, which leaves one part in ten million of a message that may be a million times too long.
+        share = jnp.minimum(scores / jnp.where(highest > 0, highest, 1), 1).at[top].set(1)
         return Loop(
             kept=loop.kept * (1 - share),
             removed=loop.removed + loop.kept * share,
@@ -118,8 +124,10 @@ def _recentred(gram: Array, weights: Array) -> Array:
 def _top_scores(about_mean: Array, weights: Array) -> tuple[Array, Array]:
     """The top eigenvalue of the weighted covariance and every message's squared component along it.
 
-    The covariance X^T W X (d x d) and K = W^(1/2) X X^T W^(1/2) (n x n) share their eigenvalues; if K u = s u,
-    the eigenvector is v = X^T W^(1/2) u / sqrt(s), so <v, x_i> = (G W^(1/2) u)_i / sqrt(s).
+    The components are relative to the largest diagonal entry of K below, so that they stay in range.
+
+    The covariance X^T W X (d x d) and K = W^(1/2) X X^T W^(1/2) (n x n) share their eigenvalues; if
+    K u = s u, the eigenvector is v = X^T W^(1/2) u / sqrt(s), so <v, x_i> = (G W^(1/2) u)_i / sqrt(s).
     """
     root = jnp.sqrt(weights)
     kernel = about_mean * root[:, None] * root[None, :]
@@ -129,7 +137,7 @@ def _top_scores(about_mean: Array, weights: Array) -> tuple[Array, Array]:
     value = jnp.maximum(vector @ (kernel @ vector), 0)
     along = (about_mean / jnp.where(scale > 0, scale, 1)) @ (root * vector)
     scores = jnp.where(value > 0, along**2 / jnp.where(value > 0, value, 1), 0)
-    return value * scale, scores * scale
+    return value * scale, scores
 
 
 def top_eigenvector(matrix: Array) -> Array:

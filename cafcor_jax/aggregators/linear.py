@@ -26,9 +26,13 @@ class LinearRule:
         check_tolerance(num_workers(updates), self.num_byzantine)
         return self.weigh(gram(updates))
 
+    def mix(self, weights: Array, updates: Updates) -> Aggregate:
+        """The aggregate of given weights: sum_i w_i x_i."""
+        return mix(weights, updates)
+
     def __call__(self, updates: Updates) -> Aggregate:
         """Aggregates leaves [n, ...] to [...]."""
-        return mix(self.weights(updates), updates)
+        return self.mix(self.weights(updates), updates)
 
 
 def check_num_byzantine(num_byzantine: int) -> None:
@@ -41,7 +45,8 @@ def check_tolerance(n: int, num_byzantine: int) -> None:
     """Raises unless the honest workers are a majority."""
     if 2 * num_byzantine >= n:
         raise ValueError(
-            f"num_byzantine = {num_byzantine} of n = {n} workers: fewer than half of the workers may be malicious."
+            f"num_byzantine = {num_byzantine} of n = {n} workers: "
+            "fewer than half of the workers may be malicious."
         )
 
 

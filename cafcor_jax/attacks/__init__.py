@@ -1,4 +1,4 @@
-"""What malicious workers send. `BY_NAME[name]()` builds an attack `(key, honest, num_byzantine) -> updates`."""
+"""What malicious workers send. `BY_NAME[name]()` is an attack: (key, honest, num_byzantine) -> updates."""
 
 from collections.abc import Callable
 

@@ -1,0 +1,87 @@
+"""Clipped gradients of one worker's batch, at user level and at example level.
+
+Clip(g; C) = g min(1, C / ||g||). At user level the mean gradient of the batch is clipped (Algorithm 1 of the
+paper): one worker's whole data set moves it by at most 2C. At example level every example's gradient is
+clipped before the mean: one example moves it by at most 2C/b.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from cafcor_jax.types import Array, PyTree
+
+#: (params, images [b, ...], labels [b]) -> mean loss of the batch.
+LossFn = Callable[[PyTree, Array, Array], Array]
+
+# Gradients of so many examples are in memory at a time.
+_EXAMPLES_AT_ONCE = 10
+
+
+class Clipped(NamedTuple):
+    """A clipped gradient and what it was before."""
+
+    gradient: PyTree
+    loss: Array
+    """Mean loss of the batch."""
+    norm: Array
+    """Norm before clipping: of the mean gradient, or the mean of the examples' norms."""
+    clipped: Array
+    """1 if clipping changed it, or the fraction of examples where it did."""
+
+
+def clip(gradient: PyTree, norm: Array, clip_norm: float) -> PyTree:
+    """Scales a gradient of known norm down to at most clip_norm; a gradient that is not finite becomes 0."""
+    finite = jnp.isfinite(norm)
+    # A hair inside the ball, so that rounding cannot push the norm above C.
+    limit = clip_norm * (1 - 1e-6) if math.isfinite(clip_norm) else clip_norm
+    factor = jnp.minimum(1, limit / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+    # The sensitivity bound must hold whatever the data: an overflow must not reach the message.
+    return jax.tree.map(lambda leaf: jnp.where(finite, leaf * factor, 0), gradient)
+
+
+def user_level(loss_fn: LossFn, clip_norm: float) -> Callable[[PyTree, Array, Array], Clipped]:
+    """Clips the mean gradient of the batch."""
+
+    def gradient(params: PyTree, images: Array, labels: Array) -> Clipped:
+        loss, mean = jax.value_and_grad(loss_fn)(params, images, labels)
+        norm = optax.global_norm(mean)
+        return Clipped(clip(mean, norm, clip_norm), loss, norm, (norm > clip_norm).astype(jnp.float32))
+
+    return gradient
+
+
+def example_level(loss_fn: LossFn, clip_norm: float) -> Callable[[PyTree, Array, Array], Clipped]:
+    """Clips every example's gradient and returns the mean, a few examples at a time."""
+
+    def one(params: PyTree, image: Array, label: Array) -> Clipped:
+        return user_level(loss_fn, clip_norm)(params, image[None], label[None])
+
+    def gradient(params: PyTree, images: Array, labels: Array) -> Clipped:
+        batch = labels.shape[0]
+        chunk = max(k for k in range(1, _EXAMPLES_AT_ONCE + 1) if batch % k == 0)
+
+        def add(total: Clipped, part: tuple[Array, Array]) -> tuple[Clipped, None]:
+            clipped = jax.vmap(one, in_axes=(None, 0, 0))(params, *part)
+            return jax.tree.map(lambda t, leaf: t + leaf.sum(0), total, clipped), None
+
+        zero = jnp.zeros(())
+        start = Clipped(jax.tree.map(jnp.zeros_like, params), zero, zero, zero)
+        parts = jax.tree.map(lambda leaf: leaf.reshape(-1, chunk, *leaf.shape[1:]), (images, labels))
+        total, _ = lax.scan(add, start, parts)
+        return jax.tree.map(lambda leaf: leaf / batch, total)
+
+    return gradient
+
+
+BY_LEVEL: dict[str, Callable[[LossFn, float], Callable[[PyTree, Array, Array], Clipped]]] = {
+    "user": user_level,
+    "example": example_level,
+}

@@ -1,0 +1,527 @@
+"""A run from its settings: everything built, trained in compiled chunks of rounds, evaluated and stored.
+
+This is the only place where the names of attacks, rules and datasets become functions.
+
+Example:
+    >>> from cafcor_jax import config, experiment
+    >>> cfg = config.Config(dataset="synthetic", num_workers=6, num_byzantine=1, rounds=3)
+    >>> summary = experiment.run(cfg)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from cafcor_jax import aggregators, attacks, data, models, privacy
+from cafcor_jax.config import Config
+from cafcor_jax.data import cache
+from cafcor_jax.errors import UserError
+from cafcor_jax.federation import Data, Federation, Info, State, federation, random_flip
+from cafcor_jax.progress import Progress, Silent
+from cafcor_jax.types import Array, PyTree
+from cafcor_jax.workdir import Workdir, digest, read_metrics, versions
+
+# Folded into the run's key for the initial parameters.
+_INIT = 0xFFFFFFFF
+
+# At most this many rounds are one call of compiled code. On a CPU a round takes so long that calls cost
+# nothing, and Ctrl-C has to wait for the call to end.
+_MAX_CHUNK = {"cpu": 1}
+_MAX_CHUNK_ELSEWHERE = 10
+
+# The accountant's own rounding; a plan is calibrated closer to its budget than this.
+_TOLERANCE = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A run, built and ready; nothing in it changes.
+
+    Attributes:
+      config: the settings.
+      dataset: what it trains on and is tested with.
+      plan: whom it protects, and with which noise.
+      key: decides all randomness of training.
+      model: what is trained.
+      federation: the rounds.
+      data: the honest workers' data, on the device.
+    """
+
+    config: Config
+    dataset: data.Dataset
+    plan: privacy.PrivacyPlan
+    key: Array
+    model: models.Model
+    federation: Federation
+    data: Data
+
+    def init(self) -> State:
+        """The state before the first round."""
+        params = jax.jit(self.model.init)(jax.random.fold_in(self.key, _INIT))
+        return jax.jit(self.federation.init)(params)
+
+    def chunk(self, length: int) -> Callable[[Array, State, Data], tuple[State, Info]]:
+        """Several rounds as one pure function of (key, state, data), the infos stacked; not jitted yet."""
+
+        def rounds(key: Array, state: State, data: Data) -> tuple[State, Info]:
+            return jax.lax.scan(lambda carry, _: self.federation.step(key, carry, data), state, length=length)
+
+        return rounds
+
+    def epsilons(self) -> dict[str, float]:
+        """What the whole run spends, by each accountant that covers its privacy level."""
+        if self.plan.threat_model == "none":
+            return {}
+        names = privacy.ACCOUNTANTS if self.plan.level == "user" else ("rdp",)
+        return {name: privacy.epsilon(self.plan, accountant=name) for name in names}
+
+    def record(self) -> dict[str, Any]:
+        """All that config.json keeps: what is run, on what, with which software."""
+        return {
+            "config": self.config.to_dict(),
+            "plan": self.plan.to_dict(),
+            "epsilon_by_accountant": self.epsilons(),
+            "dataset": {
+                "name": self.dataset.name,
+                "source": self.dataset.source,
+                "checksums": self.dataset.checksums,
+            },
+            "versions": versions(),
+        }
+
+    def describe(self) -> str:
+        """What is run, in a few lines for a person."""
+        config, sizes = self.config, np.asarray(self.data.sizes)
+        each = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
+        lines = [
+            title(config),
+            f"data: {len(self.dataset.train_labels):,} training images, {config.partition}, {each} for each "
+            f"of {config.num_honest} honest workers; {len(self.dataset.test_labels):,} test images",
+            f"training: {config.rounds} rounds, batch {config.batch_size}, learning rate "
+            f"{config.learning_rate:g} ({config.learning_rate_schedule}), momentum {config.momentum:g}, "
+            f"l2 {config.weight_decay:g}, seed {config.seed}",
+            self.plan.describe(),
+        ]
+        epsilons = self.epsilons()
+        if epsilons:
+            spent = ", ".join(f"{value:.2f} ({name})" for name, value in epsilons.items())
+            lines.append(f"  epsilon of the whole run, by accountant: {spent}")
+        lines.append(f"results: {config.workdir}")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The result of a run.
+
+    Attributes:
+      rounds: of training.
+      final_accuracy: on the test data, after the last round.
+      final_loss: the same.
+      best_accuracy: of all evaluations.
+      best_round: after which it was measured first.
+      epsilon: spent, by the run's accountant; infinite without privacy.
+      delta: of the privacy guarantee.
+      accountant: that counted epsilon.
+      seconds: of training and evaluation, over all sittings; set-up and compilation are not in it.
+      honest_weight: share of the aggregate's weight on honest workers, mean over rounds; NaN for a rule
+        without weights.
+      honest_share: of all workers.
+      params_sha256: of the final parameters: equal for runs that are equal to the last bit.
+      workdir: where everything is.
+    """
+
+    rounds: int
+    final_accuracy: float
+    final_loss: float
+    best_accuracy: float
+    best_round: int
+    epsilon: float
+    delta: float
+    accountant: str
+    seconds: float
+    honest_weight: float
+    honest_share: float
+    params_sha256: str
+    workdir: str
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Summary:
+        """The summary that summary.json holds."""
+        try:
+            kinds = {"int": int, "float": float, "str": str}  # JSON has no infinity: it is stored as text
+            return cls(**{f.name: kinds[str(f.type)](values[f.name]) for f in dataclasses.fields(cls)})
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"summary.json holds no summary of a run ({type(error).__name__}: {error}): delete it, and "
+                "the same command makes it anew."
+            ) from None
+
+    def describe(self) -> str:
+        """The result in a few lines for a person."""
+        spent = "none (no noise was added)"
+        if math.isfinite(self.epsilon):
+            spent = f"epsilon {self.epsilon:.2f} at delta {self.delta:g} (accountant {self.accountant})"
+        filtering = "this rule gives no weights"
+        if math.isfinite(self.honest_weight):
+            filtering = (
+                f"malicious workers got {1 - self.honest_weight:.1%} of the weight on average "
+                f"({1 - self.honest_share:.1%} of the workers are malicious)"
+            )
+        speed = self.rounds / max(self.seconds, 1e-9)
+        return "\n".join(
+            [
+                f"test accuracy  {self.final_accuracy:.2%} at the end, best {self.best_accuracy:.2%} after "
+                f"round {self.best_round}",
+                f"privacy spent  {spent}",
+                f"filtering      {filtering}",
+                f"time           {self.seconds:.1f} s for {self.rounds} rounds, {speed:.2f} rounds/s",
+                f"files          {self.workdir}: curves.png, metrics.csv, summary.json, config.json, "
+                "weights.npy, checkpoints",
+            ]
+        )
+
+
+def title(config: Config) -> str:
+    """What a run is, in one line."""
+    workers = f"{config.num_workers} workers"
+    if config.num_byzantine:
+        workers += f", {config.num_byzantine} malicious (attack {config.attack})"
+    private = config.threat_model if config.private else "no privacy"
+    return f"{config.dataset}: {workers}, aggregator {config.aggregator}, {private}"
+
+
+def build(config: Config, *, progress: Progress | None = None) -> Experiment:
+    """Builds a run: loads the data, calibrates the noise, finds the functions behind the names.
+
+    Args:
+      config: the settings.
+      progress: is told what goes on; nobody unless given.
+
+    Returns:
+      The run.
+
+    Raises:
+      UserError: if the settings do not fit the data, or a part refuses them.
+    """
+    progress = progress or Silent()
+    with progress.phase(f"loading {config.dataset}"):
+        dataset = data.load(
+            config.dataset,
+            data_dir=config.data_dir or None,
+            idx_dir=config.idx_dir or None,
+            log=progress.log,
+        )
+        parts = data.partition(
+            dataset.train_labels,
+            config.num_honest,
+            kind=config.partition,
+            alpha=config.alpha,
+            seed=config.seed,
+        )
+        federated = data.federate(dataset, parts)
+    _check_batch(config, federated.sizes)
+    with progress.phase("calibrating the noise"), _user_errors():
+        plan = _plan(config, int(federated.sizes.min()))
+        model = models.cnn(mean=dataset.mean, std=dataset.std, num_classes=dataset.num_classes)
+        factor = {} if config.attack_factor is None else {"factor": config.attack_factor}
+        rounds = federation(
+            loss_fn=model.loss,
+            plan=plan,
+            aggregator=aggregators.BY_NAME[config.aggregator](num_byzantine=config.num_byzantine),
+            attack=attacks.BY_NAME[config.attack](**factor),
+            optimizer=_optimizer(config),
+            momentum=config.momentum,
+            batch_size=config.batch_size,
+            noise_mode=config.noise_mode,
+            augment=random_flip if dataset.flip else None,
+        )
+    return Experiment(
+        config=config,
+        dataset=dataset,
+        plan=plan,
+        key=jax.random.key(config.seed),
+        model=model,
+        federation=rounds,
+        data=Data(*map(jnp.asarray, (federated.images, federated.labels, federated.sizes))),
+    )
+
+
+def run(config: Config, *, progress: Progress | None = None) -> Summary:
+    """Trains, or goes on with training, and leaves everything in `config.workdir`.
+
+    Killed at any moment and called again, it ends with the same parameters and metrics, to the bit, as if it
+    had not been killed. A finished run is not computed again.
+
+    Args:
+      config: the settings.
+      progress: is told what goes on; nobody unless given.
+
+    Returns:
+      The result.
+
+    Raises:
+      UserError: if the settings, the data or the folder cannot be used.
+      KeyboardInterrupt: after Ctrl-C, when the last round has been saved.
+    """
+    progress = progress or Silent()
+    with Workdir(config.workdir, config) as folder:
+        finished = folder.summary()
+        if finished is not None:
+            progress.log(f"The run in {config.workdir} is finished; delete the folder to run it again.")
+            summary = Summary.from_dict(finished)
+        else:
+            experiment = build(config, progress=progress)
+            folder.start(experiment.record(), progress.log)
+            progress.log(experiment.describe())
+            summary = _finish(experiment, folder, _train(experiment, folder, progress))
+    progress.log(summary.describe())
+    return summary
+
+
+def cache_compilations(config: Config) -> None:
+    """Keeps compiled code on disk, beside the datasets, so that the next start is faster.
+
+    It changes JAX's global settings, so it is for scripts. `JAX_COMPILATION_CACHE_DIR` names another folder.
+
+    Args:
+      config: says where datasets are kept.
+    """
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return  # JAX reads it itself.
+    folder = cache.directory(config.data_dir) / "xla"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def _check_batch(config: Config, sizes: np.ndarray) -> None:
+    worker = int(sizes.argmin())
+    if config.batch_size > sizes[worker]:
+        ways_out = f"a batch_size of at most {sizes[worker]}, or fewer workers"
+        if config.partition == "dirichlet":
+            ways_out += ", or a larger alpha"
+        raise UserError(
+            f"batch_size={config.batch_size} is more than worker {worker} has: with "
+            f"partition={config.partition!r} over {len(sizes)} honest workers it has {sizes[worker]} "
+            f"examples, the fewest of all; use {ways_out}."
+        )
+
+
+@contextlib.contextmanager
+def _user_errors() -> Iterator[None]:
+    """The parts check their arguments with ValueErrors, and here the arguments come from the user."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _plan(config: Config, smallest: int) -> privacy.PrivacyPlan:
+    return privacy.calibrate(
+        threat_model=config.threat_model,
+        epsilon=config.epsilon,
+        delta=config.delta,
+        num_workers=config.num_workers,
+        num_byzantine=config.num_byzantine,
+        num_colluding=config.num_colluding,
+        rounds=config.rounds,
+        clip_norm=config.clip_norm or math.inf,  # 0 means none, and is refused where privacy needs clipping
+        accountant=config.accountant,
+        level=config.privacy_level,
+        batch_size=config.batch_size,
+        samples_per_worker=smallest,
+    )
+
+
+def _optimizer(config: Config) -> optax.GradientTransformation:
+    schedules: dict[str, Callable[[], optax.Schedule]] = {
+        "constant": lambda: optax.constant_schedule(config.learning_rate),
+        "cosine": lambda: optax.cosine_decay_schedule(config.learning_rate, config.rounds),
+        "linear": lambda: optax.linear_schedule(config.learning_rate, 0.0, config.rounds),
+    }
+    # l2 regularisation: its gradient is added before the learning rate.
+    return optax.chain(
+        optax.add_decayed_weights(config.weight_decay),
+        optax.sgd(schedules[config.learning_rate_schedule]()),
+    )
+
+
+def _chunk_length(config: Config) -> int:
+    """How many rounds are one call: the same number for all calls, so that one program is compiled.
+
+    It does not depend on where a run is resumed or when it saves, or the bits might.
+    """
+    longest = _MAX_CHUNK.get(jax.default_backend(), _MAX_CHUNK_ELSEWHERE)
+    common = math.gcd(config.rounds, config.eval_every)
+    return max(length for length in range(1, longest + 1) if common % length == 0)
+
+
+def _train(experiment: Experiment, folder: Workdir, progress: Progress) -> PyTree:
+    """Runs the rounds that are missing, and returns the final parameters."""
+    config, key, workers = experiment.config, experiment.key, experiment.data
+    done = max(folder.rounds(), default=0)
+    with progress.phase("starting"):
+        state = experiment.init()
+        if done == config.rounds:  # Killed between the last checkpoint and the summary.
+            return folder.restore(done, _final(state))["params"]
+        if done:
+            state = folder.restore(done, state)
+        weights = [folder.resume_metrics(done)]
+    if done:
+        progress.log(f"resuming after round {done}")
+
+    length = _chunk_length(config)
+    tests = jnp.asarray(experiment.dataset.test_images), jnp.asarray(experiment.dataset.test_labels)
+    with progress.phase("compiling"):
+        chunk = jax.jit(experiment.chunk(length), donate_argnums=1).lower(key, state, workers).compile()
+        evaluate = jax.jit(experiment.model.evaluate).lower(state.params, *tests).compile()
+
+    spent = privacy.epsilon_schedule(experiment.plan)
+    saved = done
+
+    def save() -> None:
+        folder.write_weights(np.concatenate(weights))
+        last = done == config.rounds
+        folder.save(done, _final(state) if last else state)
+
+    with progress.training(done, config.rounds), _deferred_interrupt() as interrupted:
+        while done < config.rounds:
+            if interrupted():
+                if saved < done:
+                    save()
+                raise KeyboardInterrupt(
+                    f"interrupted after round {done} of {config.rounds}; the same command resumes"
+                )
+            _check_budget(experiment.plan, spent, done + length)
+            begin = time.monotonic()
+            state, infos = chunk(key, state, workers)
+            info = jax.device_get(infos)
+            before, done = done, done + length
+            test_loss = accuracy = None
+            if done % config.eval_every == 0 or done == config.rounds:
+                test_loss, accuracy = map(float, evaluate(state.params, *tests))
+            seconds = (time.monotonic() - begin) / length
+            rows = [_row(before + 1 + i, info, i, spent, seconds) for i in range(length)]
+            rows[-1].update(test_accuracy=accuracy, test_loss=test_loss)
+            folder.append_metrics(rows)
+            weights.append(info.weights)
+            if done // config.checkpoint_every > before // config.checkpoint_every or done == config.rounds:
+                save()
+                saved = done
+            progress.update(
+                done, loss=float(info.loss[-1]), accuracy=accuracy, epsilon=float(spent[done - 1])
+            )
+    return state.params
+
+
+def _final(state: State) -> PyTree:
+    """What the last checkpoint holds: no round follows, and the momenta are n times as large as the rest."""
+    return {"params": state.params}
+
+
+def _row(round: int, info: Info, index: int, spent: np.ndarray, seconds: float) -> dict[str, float | None]:
+    return {
+        "round": round,
+        "loss": float(info.loss[index]),
+        "test_accuracy": None,
+        "test_loss": None,
+        "epsilon": float(spent[round - 1]),
+        "gradient_norm": float(info.gradient_norm[index]),
+        "clipped": float(info.clipped[index]),
+        "deviation": float(info.deviation[index]),
+        "honest_weight": float(info.honest_weight[index]),
+        "seconds": seconds,
+    }
+
+
+def _check_budget(plan: privacy.PrivacyPlan, spent: np.ndarray, round: int) -> None:
+    """Refuses rounds that the budget does not pay for. A calibrated plan pays for all of its own."""
+    if round > len(spent):
+        raise UserError(
+            f"Round {round} is beyond the {plan.rounds} rounds that the privacy plan pays for, so it is not "
+            "taken."
+        )
+    if not spent[round - 1] <= plan.epsilon * (1 + _TOLERANCE):
+        raise UserError(
+            f"Round {round} would spend epsilon = {spent[round - 1]:.6g}, more than the privacy budget "
+            f"{plan.epsilon:.6g}, so it is not taken."
+        )
+
+
+@contextlib.contextmanager
+def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
+    """Lets Ctrl-C wait for the end of a chunk; a second one ends the process at once.
+
+    Python could not act on it earlier anyway, while compiled code runs, and the state of a chunk that was cut
+    short is nowhere: its input buffers are donated.
+
+    Yields:
+      Whether Ctrl-C was pressed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False  # Only the main thread gets signals.
+        return
+    pressed = threading.Event()
+
+    def handler(number: int, frame: object) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, b"\nstopping after this round (Ctrl-C again: at once)\n")
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _finish(experiment: Experiment, folder: Workdir, params: PyTree) -> Summary:
+    """Writes the results; the summary last."""
+    from cafcor_jax import (
+        plotting,
+    )  # takes long to import, and nobody should wait for it before the first round
+
+    config, plan = experiment.config, experiment.plan
+    metrics = read_metrics(folder.path / "metrics.csv")
+    accuracy = metrics["test_accuracy"]
+    best = int(np.nanargmax(accuracy))
+    summary = Summary(
+        rounds=config.rounds,
+        final_accuracy=float(accuracy[-1]),
+        final_loss=float(metrics["test_loss"][-1]),
+        best_accuracy=float(accuracy[best]),
+        best_round=best + 1,
+        epsilon=privacy.epsilon(plan),
+        delta=plan.delta,
+        accountant=plan.accountant,
+        seconds=float(metrics["seconds"].sum()),
+        honest_weight=float(metrics["honest_weight"].mean()),
+        honest_share=config.num_honest / config.num_workers,
+        params_sha256=digest(params),
+        workdir=config.workdir,
+    )
+    heading = f"{title(config)}\nseed {config.seed}"
+    if config.private:
+        heading += f", epsilon {summary.epsilon:.2f} at delta {plan.delta:g}"
+    folder.write("curves.png", lambda path: plotting.save(plotting.curves(metrics, heading), path))
+    folder.write_json("summary.json", dataclasses.asdict(summary))
+    folder.prune(keep=1)
+    return summary

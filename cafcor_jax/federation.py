@@ -1,0 +1,218 @@
+"""One round of CafCor as a pure function: Algorithm 1 of the paper.
+
+Workers 0..h-1 are honest, h..n-1 malicious (h = n - f). All randomness of round t comes from fold_in(key, t),
+and the pairs' secrets from the key alone, so a run is a function of its key and a resumed one is the same to
+the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from cafcor_jax import clipping, noise, secrets
+from cafcor_jax.aggregators import LinearRule
+from cafcor_jax.attacks.vectors import honest_mean
+from cafcor_jax.privacy import PrivacyPlan
+from cafcor_jax.types import Aggregator, Array, Attack, PyTree, Updates
+
+# Honest workers whose gradients are computed together on an accelerator: bounds the memory.
+_WORKERS_AT_ONCE = 32
+
+
+class Data(NamedTuple):
+    """The honest workers' data, padded to the largest worker's size m."""
+
+    images: Array  # uint8 [h, m, ...]
+    labels: Array  # int32 [h, m]
+    sizes: Array  # int32 [h]
+
+
+class State(NamedTuple):
+    """What the next round needs."""
+
+    params: PyTree
+    momentum: PyTree  # leaves [h, ...]
+    opt_state: optax.OptState
+    round: Array  # int32: the round to come
+
+
+class Info(NamedTuple):
+    """What is worth knowing of a round."""
+
+    loss: Array  # mean over honest workers' batches
+    gradient_norm: Array  # mean before clipping
+    clipped: Array  # fraction of gradients that clipping changed
+    deviation: Array  # distance of the aggregate from the mean of the honest messages
+    honest_weight: Array  # total weight of honest workers in the aggregate; NaN for rules without weights
+    weights: Array  # [n]; NaN for rules without weights
+
+
+class Federation(NamedTuple):
+    """A federation as a pair of pure functions."""
+
+    init: Callable[[PyTree], State]
+    """params -> state."""
+    step: Callable[[Array, State, Data], tuple[State, Info]]
+    """(key, state, data) -> (state, info): one round."""
+
+
+class _Streams(NamedTuple):
+    """Independent streams of randomness of a run."""
+
+    batches: Array
+    pairs: Array
+    own: Array
+    attack: Array
+
+
+def _streams(key: Array) -> _Streams:
+    return _Streams(*jax.random.split(key, len(_Streams._fields)))
+
+
+def federation(
+    *,
+    loss_fn: clipping.LossFn,
+    plan: PrivacyPlan,
+    aggregator: Aggregator,
+    attack: Attack,
+    optimizer: optax.GradientTransformation,
+    momentum: float,
+    batch_size: int,
+    noise_mode: str = "pairwise",
+    augment: Callable[[Array, Array], Array] | None = None,
+) -> Federation:
+    """Builds a federation.
+
+    Args:
+      loss_fn: (params, images, labels) -> mean loss of a batch.
+      plan: the privacy plan; the noise is drawn from it, and the accountant reads the same object.
+      aggregator: the server's rule.
+      attack: what the malicious workers send.
+      optimizer: the server's step, on the aggregate as if it were a gradient.
+      momentum: beta of the workers' momentum.
+      batch_size: b, drawn without replacement by every honest worker in every round.
+      noise_mode: one of `noise.MODES`: how correlated noise is drawn.
+      augment: (key, images [b, ...]) -> images, on training batches.
+
+    Returns:
+      The functions init and step.
+    """
+    if noise_mode not in noise.MODES:
+        raise ValueError(f"noise_mode is {noise_mode!r}; it must be one of {', '.join(noise.MODES)}.")
+    if noise_mode == "independent" and plan.sigma_cor > 0:
+        raise ValueError(
+            "noise_mode is 'independent', but the plan needs correlated noise "
+            f"(sigma_cor = {plan.sigma_cor:g}): use 'pairwise' or 'projected'."
+        )
+    n, f = plan.num_workers, plan.num_byzantine
+    h = n - f
+    clipped_gradient = clipping.BY_LEVEL[plan.level](loss_fn, plan.clip_norm)
+
+    def honest_gradients(key: Array, params: PyTree, data: Data) -> clipping.Clipped:
+        def worker(inputs: tuple[Array, Data]) -> clipping.Clipped:
+            worker_key, own = inputs
+            batch_key, augment_key = jax.random.split(worker_key)
+            chosen = sample_without_replacement(batch_key, own.labels.shape[0], own.sizes, batch_size)
+            images = own.images[chosen]
+            if augment is not None:
+                images = augment(augment_key, images)
+            return clipped_gradient(params, images, own.labels[chosen])
+
+        inputs = (jax.random.split(key, h), data)
+        # On a CPU one worker after the other keeps the cores busy and its arrays in the cache.
+        if jax.default_backend() == "cpu":
+            return lax.map(worker, inputs)
+        return lax.map(worker, inputs, batch_size=min(h, _WORKERS_AT_ONCE))
+
+    def noise_rows(key: Array, round_index: Array, size: int) -> Array:
+        """The noise of the honest workers in one round, [h, d]."""
+        streams = _streams(key)
+        rows = jnp.zeros((h, size))
+        if plan.sigma_ind > 0:
+            rows = rows + noise.independent(
+                jax.random.split(streams.own, n)[:h], round_index, size, plan.sigma_ind
+            )
+        if plan.sigma_cor > 0 and noise_mode == "pairwise":
+            pair_keys = secrets.key_matrix(streams.pairs, n)
+            rows = rows + noise.pairwise(pair_keys, round_index, size, plan.sigma_cor)[:h]
+        if plan.sigma_cor > 0 and noise_mode == "projected":
+            rows = rows + noise.projected(streams.pairs, n, round_index, size, plan.sigma_cor)[:h]
+        return rows
+
+    def next_momentum(key: Array, state: State, gradients: Updates) -> Updates:
+        """m_0 = 0, then m_t = beta m_{t-1} + (1 - beta) (g_t + noise)."""
+
+        def later(_: None) -> Updates:
+            noisy = gradients
+            if plan.sigma_ind > 0 or plan.sigma_cor > 0:
+                size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+                noises = noise.like(state.params, noise_rows(key, state.round, size))
+                noisy = jax.tree.map(jnp.add, gradients, noises)
+            return jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state.momentum, noisy)
+
+        return lax.cond(state.round == 0, lambda _: state.momentum, later, None)
+
+    def init(params: PyTree) -> State:
+        zeros = jax.tree.map(lambda leaf: jnp.zeros((h, *leaf.shape), leaf.dtype), params)
+        return State(params, zeros, optimizer.init(params), jnp.int32(0))
+
+    def step(key: Array, state: State, data: Data) -> tuple[State, Info]:
+        streams = _streams(key)
+        clipped = honest_gradients(jax.random.fold_in(streams.batches, state.round), state.params, data)
+        honest = next_momentum(key, state, clipped.gradient)
+        messages = honest
+        if f:
+            malicious = attack(jax.random.fold_in(streams.attack, state.round), honest, f)
+            messages = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), honest, malicious)
+        aggregate, weights = aggregate_with_weights(aggregator, messages)
+        updates, opt_state = optimizer.update(aggregate, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        info = Info(
+            loss=clipped.loss.mean(),
+            gradient_norm=clipped.norm.mean(),
+            clipped=clipped.clipped.mean(),
+            deviation=optax.global_norm(jax.tree.map(jnp.subtract, aggregate, honest_mean(honest))),
+            honest_weight=weights[:h].sum(),
+            weights=weights,
+        )
+        return State(params, honest, opt_state, state.round + 1), info
+
+    return Federation(init, step)
+
+
+def aggregate_with_weights(aggregator: Aggregator, messages: Updates) -> tuple[PyTree, Array]:
+    """The aggregate and every worker's weight in it (NaN for a rule that is not linear)."""
+    if isinstance(aggregator, LinearRule):
+        weights = aggregator.weights(messages)
+        return aggregator.mix(weights, messages), weights
+    return aggregator(messages), jnp.full(jax.tree.leaves(messages)[0].shape[0], jnp.nan)
+
+
+def sample_without_replacement(key: Array, capacity: int, size: Array, batch_size: int) -> Array:
+    """Draws `batch_size` different indices below `size`, uniformly.
+
+    Args:
+      key: a typed key.
+      capacity: the static upper bound of size.
+      size: how many items there are; at least batch_size.
+      batch_size: b.
+
+    Returns:
+      [b] indices.
+    """
+    # The items with the b smallest of i.i.d. random numbers are a uniform sample.
+    scores = jax.random.bits(key, (capacity,), jnp.uint32) >> 1
+    scores = jnp.where(jnp.arange(capacity) < size, scores, jnp.uint32(0xFFFFFFFF))
+    return jnp.argsort(scores)[:batch_size]
+
+
+def random_flip(key: Array, images: Array) -> Array:
+    """Flips each image [b, h, w, c] left to right with probability one half."""
+    flip = jax.random.bernoulli(key, shape=(images.shape[0], 1, 1, 1))
+    return jnp.where(flip, images[:, :, ::-1], images)

@@ -1,0 +1,180 @@
+"""What a person sees while a run goes on: a live bar on a terminal, a few plain lines in a log."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+)
+from rich.progress import Progress as Bar
+from rich.table import Column
+from rich.text import Text
+
+# A log gets about this many lines for the rounds of one run, however long it is.
+MAX_LINES = 50
+
+
+class Progress(Protocol):
+    """Where a run says what it does."""
+
+    def log(self, text: str) -> None:
+        """Shows lines that stay."""
+        ...
+
+    def phase(self, text: str) -> AbstractContextManager[None]:
+        """Shows that a step of the set-up, such as "compiling", is going on."""
+        ...
+
+    def training(self, done: int, total: int) -> AbstractContextManager[None]:
+        """Opens the part in which `update` is called; `done` rounds were there before."""
+        ...
+
+    def update(self, round: int, *, loss: float, accuracy: float | None, epsilon: float) -> None:
+        """Shows that `round` rounds are done; `accuracy` only where it was just measured."""
+        ...
+
+
+def automatic(stream: TextIO | None = None) -> Progress:
+    """A live bar if the stream is a terminal, else plain lines.
+
+    Args:
+      stream: where to write; standard output unless told.
+
+    Returns:
+      The one that fits.
+    """
+    stream = stream or sys.stdout
+    return Live(Console(file=stream, highlight=False)) if stream.isatty() else Plain(stream)
+
+
+class Silent:
+    """Shows nothing."""
+
+    def log(self, text: str) -> None:
+        """Shows nothing."""
+
+    def phase(self, text: str) -> AbstractContextManager[None]:
+        """Shows nothing."""
+        return contextlib.nullcontext()
+
+    def training(self, done: int, total: int) -> AbstractContextManager[None]:
+        """Shows nothing."""
+        return contextlib.nullcontext()
+
+    def update(self, round: int, *, loss: float, accuracy: float | None, epsilon: float) -> None:
+        """Shows nothing."""
+
+
+class Plain:
+    """Lines without control characters, written at once: for logs and pipes."""
+
+    def __init__(self, stream: TextIO | None = None):
+        self._stream = stream or sys.stdout
+        self._total = 1
+        self._begin = (0, 0.0)
+        self._next = 0.0
+
+    def log(self, text: str) -> None:
+        """Prints the lines."""
+        print(text, file=self._stream, flush=True)
+
+    @contextlib.contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """Prints one line when the phase begins."""
+        self.log(f"{text} ...")
+        yield
+
+    @contextlib.contextmanager
+    def training(self, done: int, total: int) -> Iterator[None]:
+        """Starts the clock."""
+        self._total, self._begin, self._next = total, (done, time.monotonic()), 0.0
+        yield
+
+    def update(self, round: int, *, loss: float, accuracy: float | None, epsilon: float) -> None:
+        """Prints a line if the round was evaluated, and it is the last or enough came after the last line."""
+        if accuracy is None or (round < self._next and round < self._total):
+            return
+        self._next = round + self._total / MAX_LINES
+        done, begin = self._begin
+        speed = (round - done) / max(time.monotonic() - begin, 1e-9)
+        self.log(
+            f"round {round}/{self._total}  {_values(loss, accuracy, epsilon)}  {speed:.2f} rounds/s  "
+            f"{_duration((self._total - round) / speed)} left"
+        )
+
+
+class Live:
+    """A moving line at the bottom of a terminal."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+        self._accuracy: float | None = None
+
+    def log(self, text: str) -> None:
+        """Prints above the moving line."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """Turns a spinner beside the text, and removes both afterwards."""
+        with self._console.status(text):
+            yield
+
+    @contextlib.contextmanager
+    def training(self, done: int, total: int) -> Iterator[None]:
+        """Shows the bar."""
+        columns = (SpinnerColumn(), BarColumn(bar_width=None), _Status(table_column=Column(no_wrap=True)))
+        # Rounds may take 10 s and more: the speed is that of the last ten minutes.
+        with Bar(*columns, console=self._console, expand=True, speed_estimate_period=600) as self._bar:
+            self._task = self._bar.add_task("", total=total, completed=done, values="")
+            yield
+        self._bar = None
+
+    def update(self, round: int, *, loss: float, accuracy: float | None, epsilon: float) -> None:
+        """Moves the bar; it goes on showing the accuracy measured last."""
+        if accuracy is not None:
+            self._accuracy = accuracy
+        if self._bar is not None:
+            values = _values(loss, self._accuracy, epsilon, short=True)
+            self._bar.update(self._task, completed=round, values=values)
+
+
+class _Status(ProgressColumn):
+    """Everything in numbers; one text, so that a narrow terminal cuts off its end and nothing else."""
+
+    def render(self, task: Task) -> Text:
+        parts = [f"{task.completed:.0f}/{task.total:.0f}"]
+        speed = task.finished_speed or task.speed
+        if speed:
+            parts.append(f"{speed:.2f} rounds/s")
+        if task.time_remaining is not None:
+            parts.append(f"{_duration(task.time_remaining)} left")
+        return Text("  ".join(filter(None, [*parts, task.fields["values"]])))
+
+
+def _values(loss: float, accuracy: float | None, epsilon: float, *, short: bool = False) -> str:
+    parts = [f"loss {loss:.3f}"]
+    if accuracy is not None:
+        parts.append(f"{'acc' if short else 'accuracy'} {accuracy:.1%}")
+    if math.isfinite(epsilon):
+        parts.append(f"{'eps' if short else 'epsilon'} {epsilon:.2f}")
+    return "  ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

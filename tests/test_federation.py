@@ -1,0 +1,251 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import stats
+
+from cafcor_jax import aggregators, attacks, federation, noise, privacy, secrets
+
+N, F, M, B = 6, 2, 9, 4
+H = N - F
+BETA, RATE, DECAY, CLIP = 0.8, 0.1, 0.01, 0.5
+
+
+def loss_fn(params, x, y):
+    scores = x.reshape(x.shape[0], -1).astype(jnp.float32) @ params["w"] + params["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(scores, y).mean()
+
+
+@pytest.fixture(scope="module")
+def params():
+    return {"w": 0.1 * jax.random.normal(jax.random.key(5), (8, 3)), "b": jnp.zeros(3)}
+
+
+@pytest.fixture(scope="module")
+def data():
+    rng = np.random.default_rng(0)
+    return federation.Data(
+        jnp.asarray(rng.integers(0, 3, (H, M, 2, 4)), jnp.uint8),
+        jnp.asarray(rng.integers(0, 3, (H, M)), jnp.int32),
+        jnp.full(H, M, jnp.int32),
+    )
+
+
+def plan(threat_model="byzldp", **changes):
+    settings = {
+        "threat_model": threat_model,
+        "epsilon": 50.0,
+        "delta": 1e-4,
+        "num_workers": N,
+        "num_byzantine": F,
+        "rounds": 10,
+        "clip_norm": CLIP,
+    }
+    return privacy.calibrate(**(settings | changes))
+
+
+def make(plan, **changes):
+    settings = {
+        "loss_fn": loss_fn,
+        "plan": plan,
+        "aggregator": aggregators.caf(num_byzantine=F),
+        "attack": attacks.alie(),
+        "optimizer": optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(RATE)),
+        "momentum": BETA,
+        "batch_size": M,  # the whole data: the reference below need not know the sample
+    }
+    return federation.federation(**(settings | changes))
+
+
+def clipped_mean_gradients(params, data):
+    gradients = jax.vmap(jax.grad(loss_fn), (None, 0, 0))(params, data.images, data.labels)
+    rows = np.concatenate([np.asarray(gradients[k], np.float64).reshape(H, -1) for k in ("b", "w")], axis=1)
+    return rows * np.minimum(1, CLIP / np.linalg.norm(rows, axis=1))[:, None]
+
+
+def noise_rows(key, round_index, plan, size):
+    """The noise as separate workers would draw it, each from its own secrets."""
+    _, pairs, own, _ = jax.random.split(key, 4)
+    matrix = secrets.key_matrix(pairs, N)
+    rows = np.stack(
+        [np.asarray(noise.pairwise_row(matrix[i], i, round_index, size, plan.sigma_cor)) for i in range(H)]
+    )
+    return rows + np.asarray(
+        noise.independent(jax.random.split(own, N)[:H], round_index, size, plan.sigma_ind)
+    )
+
+
+def unflatten(flat):
+    return {"b": jnp.asarray(flat[:3], jnp.float32), "w": jnp.asarray(flat[3:], jnp.float32).reshape(8, 3)}
+
+
+def test_rounds_are_algorithm_one(params, data):
+    """Three rounds against Algorithm 1 written out in NumPy, noise included."""
+    private = plan()
+    key = jax.random.key(7)
+    fed = make(private)
+    state = fed.init(params)
+    step = jax.jit(fed.step)
+
+    theta = np.concatenate([np.asarray(params["b"]), np.asarray(params["w"]).ravel()]).astype(np.float64)
+    momentum = np.zeros((H, theta.size))
+    for t in range(3):
+        state, info = step(key, state, data)
+        if t >= 1:
+            noisy = clipped_mean_gradients(unflatten(theta), data) + noise_rows(key, t, private, theta.size)
+            momentum = BETA * momentum + (1 - BETA) * noisy
+        malicious = momentum.mean(0) + 1.5 * momentum.std(0, ddof=1)
+        messages = np.concatenate([momentum, np.repeat(malicious[None], F, 0)])
+        aggregate = np.asarray(aggregators.caf(num_byzantine=F)(jnp.asarray(messages, jnp.float32)))
+        theta = theta - RATE * (aggregate + DECAY * theta)
+        actual = np.concatenate([np.asarray(state.params["b"]), np.asarray(state.params["w"]).ravel()])
+        np.testing.assert_allclose(actual, theta, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            info.deviation, np.linalg.norm(aggregate - momentum.mean(0)), rtol=1e-3, atol=1e-5
+        )
+    assert int(state.round) == 3
+
+
+def test_the_first_round_sends_nothing(params, data):
+    """m_0 = 0: only weight decay moves the model."""
+    fed = make(plan())
+    state, _ = fed.step(jax.random.key(0), fed.init(params), data)
+    jax.tree.map(
+        lambda new, old: np.testing.assert_allclose(new, old * (1 - RATE * DECAY), rtol=1e-6),
+        state.params,
+        params,
+    )
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(state.momentum))
+
+
+@pytest.mark.parametrize("threat_model", ["none", "ldp", "cdp", "secldp", "byzldp"])
+@pytest.mark.parametrize("mode", ["pairwise", "projected"])
+def test_noise_has_the_law_of_the_plan(threat_model, mode, data):
+    """With zero gradients the first noisy momentum is (1 - beta) times the noise: its covariance is known."""
+    chosen = plan(threat_model)
+    size = 20_000
+    zero = {"w": jnp.zeros(size)}
+    fed = make(
+        chosen, loss_fn=lambda p, x, y: 0.0 * p["w"].sum(), noise_mode=mode, aggregator=aggregators.mean()
+    )
+    step = jax.jit(fed.step)
+    state, _ = step(jax.random.key(3), fed.init(zero), data)
+    state, _ = step(jax.random.key(3), state, data)
+    rows = np.asarray(state.momentum["w"]) / (1 - BETA)
+    if threat_model == "none":
+        assert not rows.any()
+        return
+    covariance = chosen.sigma_cor**2 * (N * np.eye(H) - 1) + chosen.sigma_ind**2 * np.eye(H)
+    white = np.linalg.solve(np.linalg.cholesky(covariance), rows)
+    accepted = stats.chi2.cdf((white**2).sum(), white.size)
+    assert 1e-4 < accepted < 1 - 1e-4
+    # A sigma that is 2% off must be told apart.
+    for factor in (0.98, 1.02):
+        assert not 1e-4 < stats.chi2.cdf((white**2).sum() / factor**2, white.size) < 1 - 1e-4
+
+
+def test_a_run_is_a_function_of_its_key(params, data):
+    fed = make(plan(), batch_size=B)
+    step = jax.jit(fed.step)
+
+    def run(key, rounds=3):
+        state = fed.init(params)
+        for _ in range(rounds):
+            state, _ = step(key, state, data)
+        return state.params["w"]
+
+    assert (run(jax.random.key(1)) == run(jax.random.key(1))).all()
+    assert (run(jax.random.key(1)) != run(jax.random.key(2))).any()
+
+
+def test_steps_scan_and_vmap_over_seeds(params, data):
+    fed = make(plan(), batch_size=B)
+
+    def run(key):
+        return jax.lax.scan(lambda s, _: fed.step(key, s, data), fed.init(params), length=3)[0].params
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    both = jax.jit(jax.vmap(run))(keys)
+    for index in range(2):
+        alone = jax.jit(run)(keys[index])
+        jax.tree.map(lambda a, b, i=index: np.testing.assert_allclose(a[i], b, atol=1e-5), both, alone)
+
+
+def test_one_trace_for_all_rounds(params, data):
+    traces = []
+
+    def counted(p, x, y):
+        traces.append(1)
+        return loss_fn(p, x, y)
+
+    fed = make(plan(), loss_fn=counted, batch_size=B)
+    step = jax.jit(fed.step)
+    state = fed.init(params)
+    for _ in range(3):
+        state, _ = step(jax.random.key(0), state, data)
+    assert len(traces) == 1
+
+
+def test_malicious_garbage_does_not_break_a_round(params, data):
+    for bad in (np.nan, np.inf, 1e38):
+
+        def garbage(key, honest, f, bad=bad):
+            return jax.tree.map(lambda leaf: jnp.full((f, *leaf.shape[1:]), bad), honest)
+
+        fed = make(plan(), attack=garbage)
+        state = fed.init(params)
+        for _ in range(2):
+            state, info = jax.jit(fed.step)(jax.random.key(0), state, data)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+        assert info.honest_weight == pytest.approx(1.0)
+
+
+def test_example_level_is_used_when_the_plan_says_so(params, data):
+    private = plan("cdp", level="example", batch_size=M, samples_per_worker=M)
+    assert private.level == "example"
+    silent = dataclasses.replace(private, sigma_ind=1e-9, sigma_cor=0.0, epsilon=float("inf"))
+    fed = make(silent, aggregator=aggregators.mean(), attack=attacks.none())
+    state, _ = fed.step(jax.random.key(0), fed.init(params), data)
+    state, _ = fed.step(jax.random.key(0), state, data)
+    each = jax.vmap(jax.vmap(lambda x, y: jax.grad(loss_fn)(params, x[None], y[None])))(
+        data.images, data.labels
+    )
+    rows = np.concatenate([np.asarray(each[k]).reshape(H, M, -1) for k in ("b", "w")], axis=2)
+    rows = rows * np.minimum(1, CLIP / np.linalg.norm(rows, axis=2, keepdims=True))
+    actual = np.concatenate([np.asarray(state.momentum[k]).reshape(H, -1) for k in ("b", "w")], axis=1)
+    # The parameters moved by weight decay in round 0, hence the tolerance.
+    np.testing.assert_allclose(actual / (1 - BETA), rows.mean(1), atol=2e-3)
+
+
+def test_samples_are_distinct_uniform_and_within_size():
+    draw = jax.jit(
+        jax.vmap(lambda key: federation.sample_without_replacement(key, 10, jnp.int32(7), 3)),
+    )
+    samples = np.asarray(draw(jax.random.split(jax.random.key(0), 7000)))
+    assert samples.max() == 6 and samples.min() == 0
+    assert all(len(set(row)) == 3 for row in samples)
+    # Each of the 7 items is in 3/7 of the samples, each of the 21 pairs in 1/7.
+    single = np.bincount(samples.ravel(), minlength=7)
+    assert stats.chisquare(single).pvalue > 1e-3
+    pairs = [tuple(sorted(pair)) for row in samples for pair in (row[:2], row[1:], row[::2])]
+    counts = np.unique([a * 7 + b for a, b in pairs], return_counts=True)[1]
+    assert len(counts) == 21
+    assert stats.chisquare(counts).pvalue > 1e-3
+
+
+def test_flips_happen_to_half_of_the_images():
+    images = jnp.arange(400 * 4, dtype=jnp.uint8).reshape(400, 1, 4, 1)
+    flipped = np.asarray(federation.random_flip(jax.random.key(0), images))
+    same = (flipped == images).all((1, 2, 3))
+    assert (flipped[~same] == np.asarray(images)[~same][:, :, ::-1]).all()
+    assert 160 < same.sum() < 240
+
+
+def test_bad_noise_modes_are_named():
+    with pytest.raises(ValueError, match="'loud'"):
+        make(plan(), noise_mode="loud")
+    with pytest.raises(ValueError, match="correlated noise"):
+        make(plan("secldp"), noise_mode="independent")
