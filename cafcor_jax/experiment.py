@@ -175,8 +175,8 @@ class Summary:
         spent = "none (no noise was added)"
         if math.isfinite(self.epsilon):
             spent = f"epsilon {self.epsilon:.2f} at delta {self.delta:g} (accountant {self.accountant})"
-        filtering = "this rule gives no weights"
-        if math.isfinite(self.honest_weight):
+        filtering = "no worker is malicious" if self.honest_share == 1 else "this rule gives no weights"
+        if math.isfinite(self.honest_weight) and self.honest_share < 1:
             filtering = (
                 f"malicious workers got {1 - self.honest_weight:.1%} of the weight on average "
                 f"({1 - self.honest_share:.1%} of the workers are malicious)"

@@ -128,7 +128,7 @@ def _is_accurate(gram: Array) -> Array:
     # The n // 2 nearest of an honest row are never all malicious, so the honest majority decides this.
     spread = jnp.median(jnp.sort(distances, axis=1)[:, n // 2])
     typical, largest = jnp.median(norms), jnp.max(norms)
-    in_range = (largest == 0) | ((typical > _TINY) & (largest < _HUGE))
+    in_range = (typical > _TINY) & (largest < _HUGE)
     # A NaN makes every comparison false, as it should.
     return in_range & (spread >= _SPREAD * typical)
 
@@ -145,7 +145,7 @@ def _robust_gram(updates: Updates) -> Array:
         # A quarter keeps the difference of two numbers near the largest float finite; the scale is undone by
         # the normalisation below.
         block = jnp.where(finite[:, None], block, 0) * 0.25
-        return block - median_of_rows(block, finite)
+        return block - median_of_rows(block, finite)[None, :]
 
     def widest(size: Array, block: Array) -> Array:
         return jnp.maximum(size, jnp.max(jnp.abs(centred(block)), axis=1, initial=0))

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cafcor_jax.threefry import threefry
+from cafcor_jax.threefry import is_threefry, over_keys, threefry
 from cafcor_jax.types import Array, PyTree
 
 MODES = ("pairwise", "projected", "independent")
@@ -54,7 +54,7 @@ def independent(keys: Array, round_index: Array | int, size: int, sigma: Array |
 
     def block(index: Array) -> Array:
         low, high = _normals(_fold_in(round_keys, index))
-        return sigma * jnp.concatenate([low, high], axis=-1)
+        return jnp.asarray(sigma, jnp.float32) * jnp.concatenate([low, high], axis=-1)
 
     return _by_blocks(block, keys.shape[0], size)
 
@@ -78,12 +78,12 @@ def projected(
       [n, d].
     """
     keys = jax.random.split(jax.random.fold_in(key, round_index), num_workers)
-    average = jnp.full((num_workers, num_workers), 1 / num_workers)
+    average = jnp.full((num_workers, num_workers), 1 / num_workers, jnp.float32)
 
     def block(index: Array) -> Array:
         normals = jnp.concatenate(_normals(_fold_in(keys, index)), axis=-1)
         centred = normals - jnp.matmul(average[:1], normals, precision=lax.Precision.HIGHEST)
-        return sigma * math.sqrt(num_workers) * centred
+        return jnp.asarray(sigma * math.sqrt(num_workers), jnp.float32) * centred
 
     return _by_blocks(block, num_workers, size)
 
@@ -102,7 +102,7 @@ def pairwise(pair_keys: Array, round_index: Array | int, size: int, sigma: Array
     """
     n = pair_keys.shape[0]
     if n == 1:
-        return jnp.zeros((1, size))
+        return jnp.zeros((1, size), jnp.float32)
     # Pairs at distance s on a circle: row i of step s belongs to the pair {i, i + s mod n}. All n rows of a
     # step are drawn at once, added to row i and subtracted from row i + s (the other way round where i + s
     # passes n), so every pair comes once for s < n / 2. At s = n / 2 every pair comes twice; its second draw
@@ -191,7 +191,7 @@ def like(template: PyTree, flat: Array) -> PyTree:
 
 
 def _fold_in(keys: Array, data: Array | int) -> Array:
-    flat = jax.vmap(lambda key: jax.random.fold_in(key, data))(keys.reshape(-1))
+    flat = over_keys(lambda key: jax.random.fold_in(key, data), keys)(keys.reshape(-1))
     # Without the barrier XLA may derive the key anew for every single normal drawn from it.
     return lax.optimization_barrier(flat.reshape(keys.shape))
 
@@ -203,20 +203,22 @@ def _by_blocks(block: Any, num_rows: int, size: int) -> Array:
     def fill(index: Array, out: Array) -> Array:
         return lax.dynamic_update_slice(out, block(index), (0, index * BLOCK))
 
-    return lax.fori_loop(0, count, fill, jnp.zeros((num_rows, count * BLOCK)))[:, :size]
+    return lax.fori_loop(0, count, fill, jnp.zeros((num_rows, count * BLOCK), jnp.float32))[:, :size]
 
 
 def _normals(keys: Array) -> tuple[Array, Array]:
     """A block of unit normals for every key, as two halves [rows, BLOCK / 2]."""
     shape = (*keys.shape, BLOCK // 2)
-    if str(jax.random.key_impl(keys)) == "threefry2x32":
+    if is_threefry(keys):
         # One call of the cipher gives two words; jax.random.bits would throw one away.
         counter = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
         low, high = threefry(
             jax.random.key_data(keys)[..., None, :], counter, counter + jnp.uint32(BLOCK // 2)
         )
     else:
-        bits = jax.vmap(lambda key: jax.random.bits(key, (2, BLOCK // 2), jnp.uint32))(keys.reshape(-1))
+        bits = over_keys(lambda key: jax.random.bits(key, (2, BLOCK // 2), jnp.uint32), keys)(
+            keys.reshape(-1)
+        )
         low, high = bits[:, 0].reshape(shape), bits[:, 1].reshape(shape)
     return _normal_from_bits(low), _normal_from_bits(high)
 
@@ -240,7 +242,7 @@ def _to_grid(normals: Array, num_workers: int) -> Array:
 
 
 def _from_grid(total: Array, num_workers: int, sigma: Array | float) -> Array:
-    return total.astype(jnp.float32) * (jnp.float32(2.0 ** -_grid_bits(num_workers)) * sigma)
+    return total.astype(jnp.float32) * jnp.asarray(2.0 ** -_grid_bits(num_workers) * sigma, jnp.float32)
 
 
 def _add_pairs(

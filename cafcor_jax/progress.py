@@ -56,7 +56,7 @@ def automatic(stream: TextIO | None = None) -> Progress:
       The one that fits.
     """
     stream = stream or sys.stdout
-    return Live(Console(file=stream, highlight=False)) if stream.isatty() else Plain(stream)
+    return Live(Console(file=stream)) if stream.isatty() else Plain(stream)
 
 
 class Silent:
@@ -126,7 +126,7 @@ class Live:
 
     def log(self, text: str) -> None:
         """Prints above the moving line."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def phase(self, text: str) -> Iterator[None]:

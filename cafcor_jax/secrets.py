@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from cafcor_jax.threefry import over_keys
 from cafcor_jax.types import Array
 
 
@@ -29,4 +30,4 @@ def key_matrix(key: Array, num_workers: int) -> Array:
       An array [n, n] of typed keys with keys[i, j] == keys[j, i].
     """
     index = jnp.arange(num_workers)
-    return jax.vmap(lambda i: jax.vmap(lambda j: pair_key(key, i, j))(index))(index)
+    return over_keys(lambda i: over_keys(lambda j: pair_key(key, i, j), key)(index), key)(index)

@@ -9,7 +9,13 @@ References:
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from cafcor_jax.types import Array
 
@@ -37,3 +43,17 @@ def threefry(key_data: Array, first: Array, second: Array) -> tuple[Array, Array
         x = x + words[(group + 1) % 3]
         y = y + words[(group + 2) % 3] + jnp.uint32(group + 1)
     return x, y
+
+
+def is_threefry(keys: Array) -> bool:
+    """Whether typed keys are of JAX's default implementation."""
+    return str(jax.random.key_impl(keys)) == "threefry2x32"
+
+
+def over_keys(function: Callable[[Any], Any], keys: Array) -> Callable[[Any], Any]:
+    """`jax.vmap(function)`, such that each of the keys in use gives what it gives alone.
+
+    Implementations other than Threefry draw a whole batch from its first key under `vmap`; with such keys the
+    function is applied to one after the other.
+    """
+    return jax.vmap(function) if is_threefry(keys) else functools.partial(lax.map, function)

@@ -115,10 +115,15 @@ def spectral_filter(gram: Array, num_byzantine: int) -> Filtered:
     return lax.while_loop(lambda loop: ~loop.done & removal_within_budget(loop), step, start).best
 
 
+def _dot(a: Array, b: Array) -> Array:
+    # A TPU's default precision multiplies in bfloat16.
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
 def _recentred(gram: Array, weights: Array) -> Array:
     """The Gram matrix about the weighted mean."""
-    product = gram @ weights
-    return gram - product[:, None] - product[None, :] + weights @ product
+    product = _dot(gram, weights)
+    return gram - product[:, None] - product[None, :] + _dot(weights, product)
 
 
 def _top_scores(about_mean: Array, weights: Array) -> tuple[Array, Array]:
@@ -134,8 +139,8 @@ def _top_scores(about_mean: Array, weights: Array) -> tuple[Array, Array]:
     scale = jnp.max(jnp.diagonal(kernel))
     kernel = kernel / jnp.where(scale > 0, scale, 1)
     vector = top_eigenvector(kernel)
-    value = jnp.maximum(vector @ (kernel @ vector), 0)
-    along = (about_mean / jnp.where(scale > 0, scale, 1)) @ (root * vector)
+    value = jnp.maximum(_dot(vector, _dot(kernel, vector)), 0)
+    along = _dot(about_mean / jnp.where(scale > 0, scale, 1), root * vector)
     scores = jnp.where(value > 0, along**2 / jnp.where(value > 0, value, 1), 0)
     return value * scale, scores
 
@@ -151,7 +156,7 @@ def top_eigenvector(matrix: Array) -> Array:
 
     def square(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         power, _, count = state
-        power = jnp.matmul(power, power, precision=lax.Precision.HIGHEST)
+        power = _dot(power, power)
         power = (power + power.T) / 2
         trace = jnp.trace(power)
         power = power / jnp.where(trace > 0, trace, 1)
@@ -168,5 +173,5 @@ def top_eigenvector(matrix: Array) -> Array:
     # Two plain steps on the matrix itself wash out the rounding of the products.
     for _ in range(2):
         vector = vector / jnp.maximum(jnp.linalg.norm(vector), jnp.finfo(matrix.dtype).tiny)
-        vector = jnp.matmul(matrix, vector, precision=lax.Precision.HIGHEST)
+        vector = _dot(start, vector)
     return vector / jnp.maximum(jnp.linalg.norm(vector), jnp.finfo(matrix.dtype).tiny)

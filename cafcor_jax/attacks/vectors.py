@@ -8,22 +8,27 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from cafcor_jax.gram import mix, num_workers
+from cafcor_jax.gram import accumulator_dtype, mix, num_workers
 from cafcor_jax.types import Aggregate, Array, Attack, Updates
 
 
 def honest_mean(honest: Updates) -> Aggregate:
     """The mean over honest workers, as a matrix product (on a CPU much faster than `mean(0)`)."""
     h = num_workers(honest)
-    return mix(jnp.full(h, 1 / h, jnp.float32), honest)
+    return mix(jnp.full(h, 1 / h), honest)
 
 
 def honest_std(honest: Updates, mean: Aggregate) -> Aggregate:
     """The coordinate-wise standard deviation over honest workers (divisor h - 1; 0 for one worker)."""
     h = num_workers(honest)
-    weights = jnp.full(h, 1 / max(h - 1, 1), jnp.float32)
-    squares = jax.tree.map(lambda rows, centre: (rows - centre) ** 2, honest, mean)
-    return jax.tree.map(jnp.sqrt, mix(weights, squares))
+    weights = jnp.full(h, 1 / max(h - 1, 1))
+
+    def square(rows: Array, centre: Array) -> Array:
+        dtype = accumulator_dtype(rows.dtype)  # a square overflows float16 from 256 on
+        return (rows.astype(dtype) - centre.astype(dtype)) ** 2
+
+    variances = mix(weights, jax.tree.map(square, honest, mean))
+    return jax.tree.map(lambda variance, m: jnp.sqrt(variance).astype(m.dtype), variances, mean)
 
 
 def repeat(update: Aggregate, num_byzantine: int) -> Updates:

@@ -31,9 +31,6 @@ class Caf:
     best_margin: float
     """The smallest relative distance of a step's top eigenvalue to the best one before it: at 0, rounding
     decides which mean is returned."""
-    kept_margin: float
-    """The smallest relative distance from the highest tau to the next one over the steps. A message that is
-    removed but for a rounding error may still hold the maximum later."""
     min_value: float
     """The smallest top eigenvalue over the steps."""
 
@@ -52,8 +49,7 @@ def caf(x: np.ndarray, f: int, *, maximum_over_all: bool = False, max_steps: int
     n = len(x)
     c = np.ones(n)
     best_mean, best_weights, best_value = x.mean(axis=0), np.full(n, 1 / n), np.inf
-    steps, gap, stop_margin, best_margin, kept_margin = 0, np.inf, np.inf, np.inf, np.inf
-    min_value = np.inf
+    steps, gap, stop_margin, best_margin, min_value = 0, np.inf, np.inf, np.inf, np.inf
     while c.sum() >= n - 2 * f:
         if steps:
             stop_margin = min(stop_margin, abs(c.sum() - (n - 2 * f)))
@@ -67,7 +63,7 @@ def caf(x: np.ndarray, f: int, *, maximum_over_all: bool = False, max_steps: int
         value, v = singular[0] ** 2, right[0]
         min_value = min(min_value, value)
         if value == 0:
-            return Caf(mu, weights, steps, gap, stop_margin, best_margin, kept_margin, min_value)
+            return Caf(mu, weights, steps, gap, stop_margin, best_margin, min_value)
         if len(singular) > 1:
             gap = min(gap, 1 - (singular[1] / singular[0]) ** 2)
         if np.isfinite(best_value):
@@ -76,11 +72,8 @@ def caf(x: np.ndarray, f: int, *, maximum_over_all: bool = False, max_steps: int
             best_mean, best_weights, best_value = mu, weights, value
         tau = ((x - mu) @ v) ** 2
         highest = tau.max() if maximum_over_all else tau[c > 0].max()
-        others = np.sort(tau[c > 0])[:-1]
-        if len(others):
-            kept_margin = min(kept_margin, 1 - others[-1] / highest)
         c = np.where(c > 0, c * np.maximum(1 - tau / highest, 0), 0)
         if c.sum() == 0:
             break
     stop_margin = min(stop_margin, abs(c.sum() - (n - 2 * f)))
-    return Caf(best_mean, best_weights, steps, gap, stop_margin, best_margin, kept_margin, min_value)
+    return Caf(best_mean, best_weights, steps, gap, stop_margin, best_margin, min_value)

@@ -1,0 +1,315 @@
+"""What every rule must do. A new rule joins with one line in RULES."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cafcor_jax.aggregators import BY_NAME
+from tests.aggregators import reference
+
+
+class Row(NamedTuple):
+    definition: Callable[[np.ndarray, int], np.ndarray]
+    is_robust: bool  # f messages of 1e38 move the result by no more than the honest spread
+
+
+RULES = {
+    "mean": Row(lambda x, f: reference.mean(x), is_robust=False),
+    "caf": Row(lambda x, f: reference.caf(x, f).mean, is_robust=True),
+}
+
+N, D, F = 10, 20, 3
+each_rule = pytest.mark.parametrize("name", list(BY_NAME))
+
+
+@functools.cache
+def jitted(name, f=F):
+    return jax.jit(BY_NAME[name](num_byzantine=f))
+
+
+def messages(seed=0, n=N, d=D):
+    x = np.random.default_rng(seed).normal(size=(n, d)).astype(np.float32)
+    x[: n // 4] += 2  # so that a robust rule differs from the mean
+    return x
+
+
+def tree_of(x):
+    """The columns of x [n, 20] as a pytree with leaves of several ranks."""
+    n = len(x)
+    return {"a": x[:, :12].reshape(n, 3, 4), "b": (x[:, 12], x[:, 13:].reshape(n, 7, 1))}
+
+
+def test_the_table_is_complete():
+    assert set(RULES) == set(BY_NAME)
+
+
+@each_rule
+@pytest.mark.parametrize("seed", range(5))
+def test_definition(name, seed):
+    x = messages(seed)
+    np.testing.assert_allclose(jitted(name)(x), RULES[name].definition(x, F), atol=1e-5)
+
+
+def test_the_messages_tell_rules_from_the_mean():
+    for name, row in RULES.items():
+        gap = np.abs(row.definition(messages(), F) - reference.mean(messages())).max()
+        assert (gap > 0.1) == row.is_robust, name
+
+
+@each_rule
+def test_permutation_invariance(name):
+    x = messages()
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(N)
+        np.testing.assert_allclose(jitted(name)(x[order]), jitted(name)(x), atol=1e-6)
+
+
+@each_rule
+@pytest.mark.parametrize("shift", [1.0, -1e4])
+def test_translation_equivariance(name, shift):
+    x = np.round(messages() * 256) / 256  # so that adding 1e4 does not round
+    np.testing.assert_allclose(
+        jitted(name)(x + np.float32(shift)) - shift, jitted(name)(x), atol=2e-7 * abs(shift) + 1e-6
+    )
+
+
+@each_rule
+@pytest.mark.parametrize("scale", [-1.0, 3.0, 1e-30, 1e-15, 1e15, 1e30])
+def test_scale_equivariance(name, scale):
+    x = messages()
+    np.testing.assert_allclose(jitted(name)(x * np.float32(scale)) / scale, jitted(name)(x), atol=3e-6)
+
+
+@each_rule
+@pytest.mark.parametrize("value", [0.0, 0.1, -1e30, 1e-30])
+def test_identical_messages(name, value):
+    x = np.full((N, D), value, np.float32)
+    np.testing.assert_allclose(jitted(name)(x), x[0], rtol=1e-6)
+
+
+@each_rule
+def test_duplicates(name):
+    """Two messages, seven and three times: with f = 3 a robust rule returns the first one."""
+    first, second = messages(n=2)
+    got = np.asarray(jitted(name)(np.stack([first] * 7 + [second] * 3)))
+    want = first if RULES[name].is_robust else 0.7 * first + 0.3 * second
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@each_rule
+def test_one_worker(name):
+    x = messages(n=1)
+    np.testing.assert_allclose(jitted(name, 0)(x), x[0], rtol=1e-6)
+
+
+@each_rule
+def test_no_malicious_workers(name):
+    x = messages()
+    np.testing.assert_allclose(jitted(name, 0)(x), RULES[name].definition(x, 0), atol=1e-6)
+
+
+@each_rule
+def test_a_pytree_is_its_columns(name):
+    x = messages()
+    got = jitted(name)(tree_of(x))
+    want = jax.tree.map(lambda leaf: leaf[0], tree_of(np.asarray(jitted(name)(x))[None]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, want)
+
+
+@each_rule
+def test_a_leaf_of_no_columns(name):
+    x = messages()
+    got = jitted(name)({"empty": jnp.zeros((N, 0)), "x": x})
+    assert got["empty"].shape == (0,)
+    np.testing.assert_allclose(got["x"], jitted(name)(x), atol=1e-6)
+
+
+@each_rule
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_dtype_in_is_dtype_out(name, dtype):
+    """Half precision is accumulated in float32: the result is the definition's, rounded once."""
+    x = jnp.asarray(messages(), dtype)
+    got = jitted(name)(x)
+    assert got.dtype == dtype
+    want = RULES[name].definition(np.asarray(x.astype(jnp.float32)), F)
+    rounding = 1e-6 + float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=rounding, atol=1e-5)
+
+
+@each_rule
+def test_mixed_dtypes(name):
+    x = messages()
+    got = jitted(name)({"half": jnp.asarray(x[:, :5], jnp.bfloat16), "full": jnp.asarray(x[:, 5:])})
+    assert got["half"].dtype == jnp.bfloat16 and got["full"].dtype == jnp.float32
+
+
+@each_rule
+@pytest.mark.parametrize("scale", [1.0, 1e200])
+def test_float64(name, scale):
+    x = np.random.default_rng(0).normal(size=(N, D)) * scale
+    with jax.enable_x64(True):
+        got = jax.jit(BY_NAME[name](num_byzantine=F))(jnp.asarray(x))
+        assert got.dtype == jnp.float64
+        np.testing.assert_allclose(np.asarray(got) / scale, RULES[name].definition(x / scale, F), atol=1e-12)
+
+
+@each_rule
+def test_without_jit(name):
+    x = messages()
+    np.testing.assert_allclose(BY_NAME[name](num_byzantine=F)(x), jitted(name)(x), atol=1e-6)
+
+
+@each_rule
+def test_strict_promotion(name):
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.jit(BY_NAME[name](num_byzantine=F)).lower(tree_of(messages()))
+
+
+@each_rule
+def test_vmap_over_seeds(name):
+    x = np.stack([messages(seed) for seed in range(3)])
+    x[1, 0] = np.inf  # the batch needs both ways through the computation
+    got = jax.jit(jax.vmap(BY_NAME[name](num_byzantine=F)))(x)
+    np.testing.assert_allclose(got, np.stack([jitted(name)(batch) for batch in x]), atol=1e-5)
+
+
+@each_rule
+def test_in_a_scan(name):
+    x = np.stack([messages(seed) for seed in range(3)])
+    rule = BY_NAME[name](num_byzantine=F)
+    _, got = jax.jit(lambda xs: jax.lax.scan(lambda carry, batch: (carry, rule(batch)), 0, xs))(x)
+    np.testing.assert_allclose(got, np.stack([jitted(name)(batch) for batch in x]), atol=1e-6)
+
+
+@each_rule
+def test_one_trace_per_shape(name):
+    traces = []
+    rule = BY_NAME[name](num_byzantine=F)
+
+    @jax.jit
+    def counted(x):
+        traces.append(x.shape)
+        return rule(x)
+
+    hostile = messages()
+    hostile[:3] = [[np.nan], [np.inf], [1e38]]
+    for x in (messages(0), messages(1), hostile, np.zeros((N, D), np.float32)):
+        counted(x)
+    assert traces == [(N, D)]
+    counted(messages(d=D + 1))
+    assert traces == [(N, D), (N, D + 1)]
+
+
+@each_rule
+def test_deterministic(name):
+    x = messages()
+    np.testing.assert_array_equal(jitted(name)(x), jax.jit(BY_NAME[name](num_byzantine=F))(x))
+
+
+@each_rule
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("whole_row", [True, False])
+@pytest.mark.parametrize("count", [1, F])
+def test_messages_that_are_not_finite_are_left_out(name, bad, whole_row, count):
+    x = messages()
+    x[-count:, slice(None) if whole_row else 3] = bad
+    want = RULES[name].definition(x[:-count], F - count)
+    np.testing.assert_allclose(jitted(name)(x), want, atol=1e-5)
+
+
+@each_rule
+@pytest.mark.parametrize("count", [1, F])
+def test_huge_messages(name, count):
+    x = messages()
+    x[:count] = np.where(x[:count] > 0, 1e38, -1e38)
+    got = np.asarray(jitted(name)(x), np.float64)
+    assert np.isfinite(got).all()
+    size = 1 if RULES[name].is_robust else 1e38
+    np.testing.assert_allclose(got / size, RULES[name].definition(x, F) / size, atol=1e-4)
+
+
+@each_rule
+def test_one_of_each_kind(name):
+    x = messages()
+    x[0], x[1], x[2] = np.nan, np.inf, 1e38
+    got = jitted(name)(x)
+    assert np.isfinite(got).all()
+    if RULES[name].is_robust:
+        np.testing.assert_allclose(got, RULES[name].definition(x[2:], 1), atol=1e-4)
+
+
+@each_rule
+@pytest.mark.parametrize("count", [F + 1, N - 1, N])
+def test_more_messages_that_are_not_finite_than_f(name, count):
+    """Defined: they are left out all the same, and nothing is left of the budget."""
+    x = messages()
+    x[:count] = np.nan
+    want = RULES[name].definition(x[count:], 0) if count < N else np.zeros(D)
+    np.testing.assert_allclose(jitted(name)(x), want, atol=1e-6)
+
+
+# Three blocks of the CPU's loop and a bit.
+WIDE = 3 * 8192 + 5
+
+
+@functools.cache
+def lowered(name, platform):
+    exported = jax.export.export(jax.jit(BY_NAME[name](num_byzantine=F)), platforms=[platform])
+    return exported(jax.ShapeDtypeStruct((N, WIDE), jnp.float32)).mlir_module()
+
+
+@each_rule
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_lowers_for_accelerators(name, platform):
+    """One pass there: the loop over cache-sized blocks is for CPUs."""
+    assert "tensor<10x8192xf32>" not in lowered(name, platform)
+    assert "tensor<10x8192xf32>" in lowered(name, "cpu")
+
+
+@each_rule
+def test_products_are_in_full_float32(name):
+    """A TPU multiplies in bfloat16 unless told otherwise."""
+    products = re.findall(r"stablehlo\.dot_general.*", lowered(name, "tpu"))
+    assert products
+    assert all("precision = [HIGHEST, HIGHEST]" in product for product in products), products
+
+
+@each_rule
+@pytest.mark.parametrize("value", [-1, 1.5, True, "3", None])
+def test_refuses_a_number_of_malicious_workers(name, value):
+    with pytest.raises(ValueError, match=re.escape(f"num_byzantine is {value!r}")):
+        BY_NAME[name](num_byzantine=value)
+
+
+@each_rule
+@pytest.mark.parametrize(("n", "f"), [(10, 5), (10, 6), (1, 1), (3, 2)])
+def test_refuses_half_of_the_workers(name, n, f):
+    with pytest.raises(ValueError, match=f"num_byzantine = {f} of n = {n} "):
+        BY_NAME[name](num_byzantine=f)(messages(n=n))
+
+
+@each_rule
+@pytest.mark.parametrize(
+    ("updates", "message"),
+    [
+        ({}, "no arrays"),
+        (jnp.float32(1), "scalar"),
+        ({"a": jnp.zeros((3, 2)), "b": jnp.float32(1)}, "scalar"),
+        ({"a": jnp.zeros((4, 2)), "b": jnp.zeros(3)}, r"\[3, 4\]"),
+        (jnp.zeros((3, 2), jnp.int32), "int32"),
+        ({"a": jnp.zeros((3, 2)), "b": jnp.zeros((3, 2), bool)}, "bool"),
+        (jnp.zeros((0, 2)), "0 workers"),
+    ],
+)
+def test_refuses_updates(name, updates, message):
+    rule = BY_NAME[name](num_byzantine=0)
+    with pytest.raises(ValueError, match=message):
+        rule(updates)
+    with pytest.raises(ValueError, match=message):
+        jax.jit(rule)(updates)
