@@ -7,7 +7,7 @@ VPYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VPYTHON) -m pip install -qq --disable-pip-version-check -c requirements.txt
 INSTALL_INPUTS := setup.cfg pyproject.toml requirements.txt
 
-# More flags for the command, for example: make train ARGS="--seed=3 --workdir=runs/mnist_byzldp_seed3"
+# More flags for the command, for example: make train ARGS="--seed=3"
 ARGS ?=
 # More options for pytest, for example: make test PYTEST_ARGS="tests/test_config.py -x"
 PYTEST_ARGS ?=
@@ -17,16 +17,16 @@ PYTEST_ARGS ?=
 
 help:
 	@echo "make quickstart   a small private and robust run on synthetic data, under 30 seconds"
-	@echo "make train        train CafCor under ByzLDP on MNIST (100 workers, 10 malicious) into runs/mnist_byzldp"
+	@echo "make train        train CafCor under ByzLDP on MNIST (100 workers, 10 malicious)"
 	@echo "make test         check style and types, then run all tests"
 	@echo "make lint         check style and types only"
 	@echo "make format       put the code into the house style"
 	@echo "make clean        remove .venv, caches and build files; runs/ stays"
 	@echo "Each sets up what it needs in .venv first. Add flags with ARGS, for example:"
-	@echo "  make train ARGS=\"--noise_mode=projected --workdir=runs/projected\""
+	@echo "  make train ARGS=\"--seed=3\""
 
 train: install
-	@$(VPYTHON) scripts/train.py --flagfile=configs/mnist_byzldp.cfg --workdir=runs/mnist_byzldp $(ARGS)
+	@$(VPYTHON) scripts/train.py --flagfile=configs/mnist_byzldp.cfg $(ARGS)
 
 quickstart: install
 	@$(VPYTHON) scripts/train.py --flagfile=configs/quickstart.cfg $(ARGS)

@@ -188,7 +188,7 @@ def _shortened_sizes(size: Array, norm: Array, valid: Array) -> Array:
     climb = jnp.diff(jnp.maximum(ascending - base, 0), prepend=0)
     # Many messages on as many scales share the range that there is.
     wide = jnp.maximum(jnp.sum(climb > math.log(_GAP)), 1)
-    gap = jnp.minimum(math.log(_GAP), math.log(_LONGEST) / wide)
+    gap = jnp.minimum(math.log(_GAP), math.log(_LONGEST) / wide.astype(size.dtype))
     total = jnp.cumsum(jnp.minimum(climb, gap))
     above = jnp.minimum(total, math.log(_LONGEST))
     is_cut = (jnp.cumsum(climb > gap) > 0) | (total > math.log(_LONGEST))

@@ -4,7 +4,7 @@ The same command again resumes a run that was stopped, and shows the result of o
 
 Examples:
   python scripts/train.py --flagfile=configs/quickstart.cfg
-  python scripts/train.py --flagfile=configs/mnist_byzldp.cfg --seed=3 --workdir=runs/mnist_byzldp_seed3
+  python scripts/train.py --flagfile=configs/mnist_byzldp.cfg --seed=3
   python scripts/train.py --dataset=synthetic --num_workers=10 --num_byzantine=2 --attack=sign_flip
 """
 

@@ -248,7 +248,7 @@ def test_config_file(path):
     assert lines[0].startswith(("# Figure ", "# Table ", "# No figure: "))
     assert all(not line or line.startswith(("#", "--")) for line in lines)
     cfg = parse(f"--flagfile={path}")
-    assert cfg.workdir == f"runs/{path.stem}"
+    assert cfg.workdir == f"runs/{path.stem}_seed{cfg.seed}"
     if path.stem.split("_")[-1] in FIELDS["threat_model"].metadata["choices"]:
         assert cfg.threat_model == path.stem.split("_")[-1]
 

@@ -189,18 +189,18 @@ def test_one_trace_for_all_rounds(params, data):
     assert len(traces) == 1
 
 
-def test_malicious_garbage_does_not_break_a_round(params, data):
-    for bad in (np.nan, np.inf, 1e38):
+@pytest.mark.parametrize("bad", [np.nan, 1e38])
+def test_malicious_garbage_does_not_break_a_round(params, data, bad):
+    def garbage(key, honest, f):
+        return jax.tree.map(lambda leaf: jnp.full_like(leaf[:f], bad), honest)
 
-        def garbage(key, honest, f, bad=bad):
-            return jax.tree.map(lambda leaf: jnp.full((f, *leaf.shape[1:]), bad), honest)
-
-        fed = make(plan(), attack=garbage)
-        state = fed.init(params)
-        for _ in range(2):
-            state, info = jax.jit(fed.step)(jax.random.key(0), state, data)
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
-        assert info.honest_weight == pytest.approx(1.0)
+    fed = make(plan(), attack=garbage)
+    step = jax.jit(fed.step)
+    state = fed.init(params)
+    for _ in range(2):
+        state, info = step(jax.random.key(0), state, data)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+    assert info.honest_weight == pytest.approx(1.0)
 
 
 def test_example_level_is_used_when_the_plan_says_so(params, data):

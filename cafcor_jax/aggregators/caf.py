@@ -109,7 +109,9 @@ def spectral_filter(gram: Array, num_byzantine: int) -> Filtered:
     start = Loop(
         kept=ones,
         removed=jnp.zeros(n, dtype),
-        best=Filtered(ones / jnp.maximum(num_valid, 1), jnp.array(jnp.inf, dtype), jnp.array(0, jnp.int32)),
+        best=Filtered(
+            ones / jnp.maximum(jnp.sum(ones), 1), jnp.array(jnp.inf, dtype), jnp.array(0, jnp.int32)
+        ),
         done=num_valid == 0,
     )
     return lax.while_loop(lambda loop: ~loop.done & removal_within_budget(loop), step, start).best

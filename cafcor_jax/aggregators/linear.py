@@ -74,7 +74,7 @@ def mean(num_byzantine: int = 0) -> LinearRule:
     check_num_byzantine(num_byzantine)
 
     def weigh(gram: Array) -> Array:
-        valid = valid_workers(gram)
-        return valid / jnp.maximum(valid.sum(), 1).astype(gram.dtype)
+        valid = valid_workers(gram).astype(gram.dtype)
+        return valid / jnp.maximum(valid.sum(), 1)
 
     return LinearRule(weigh, num_byzantine)

@@ -24,8 +24,8 @@ class Caf:
     """[n], of sum 1: mean = weights @ x."""
     steps: int
     gap: float
-    """The smallest relative distance between the two top eigenvalues over the steps: at 0 the eigenvector, and
-    so the result, is not unique."""
+    """The smallest relative distance between the two top eigenvalues over the steps: at 0 the eigenvector,
+    and so the result, is not unique."""
     stop_margin: float
     """The smallest |sum(c) - (n - 2f)|: at 0, rounding decides whether the loop goes on."""
     best_margin: float

