@@ -19,7 +19,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from cafcor_jax import config
 from cafcor_jax.errors import UserError
@@ -44,6 +44,7 @@ def run(main: Callable[[config.Config], int | None], *, doc: str | None = None) 
         if any(arg in _HELP for arg in itertools.takewhile(lambda arg: arg != "--", argv[1:])):
             print(help_text(argv[0], doc))
             sys.exit(0)
+        logging.set_verbosity(logging.WARNING)  # JAX and Orbax tell things that are of no use to a person.
         return parse_flags(argv)
 
     sys.exit(_status(lambda: app.run(main, flags_parser=parse)))

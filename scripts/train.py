@@ -8,13 +8,10 @@ Examples:
   python scripts/train.py --dataset=synthetic --num_workers=10 --num_byzantine=2 --attack=sign_flip
 """
 
-from absl import logging
-
 from cafcor_jax import cli, config, experiment, progress
 
 
 def main(cfg: config.Config) -> None:
-    logging.set_verbosity(logging.WARNING)  # Orbax writes a page of notes for every checkpoint.
     experiment.cache_compilations(cfg)
     experiment.run(cfg, progress=progress.automatic())
 

@@ -48,8 +48,8 @@ def caf(num_byzantine: int) -> LinearRule:
     Example:
       >>> import jax.numpy as jnp
       >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [100.0, -100.0]])
-      >>> caf(num_byzantine=1)(x).round(3).tolist()
-      [0.5, 0.5]
+      >>> print(caf(num_byzantine=1)(x).round(2))
+      [0.5 0.5]
 
     References:
       Allouah et al., Towards Trustworthy Federated Learning with Untrusted Participants, ICML 2025.

@@ -71,7 +71,7 @@ def alie(factor: float = 1.5) -> Attack:
       >>> import jax
       >>> import jax.numpy as jnp
       >>> honest = jnp.array([[1.0], [3.0]])
-      >>> alie(factor=2.0)(jax.random.key(0), honest, 1).round(3).tolist()
+      >>> print(alie(factor=2.0)(jax.random.key(0), honest, 1).round(3))
       [[4.828]]
 
     References:
