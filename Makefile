@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 VPYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VPYTHON) -m pip install -qq --disable-pip-version-check -c requirements.txt
+# pip says nothing for a minute; the dots show that something goes on.
+WITH_DOTS := sh -c 'while :; do printf .; sleep 2; done & dots=$$!; "$$@"; status=$$?; kill $$dots; echo; exit $$status' dots
 INSTALL_INPUTS := setup.cfg pyproject.toml requirements.txt
 
 # More flags for the command, for example: make train ARGS="--seed=3"
@@ -60,12 +62,12 @@ $(VENV)/bin/pip:
 # Order-only prerequisite: pip has to be there, its date does not matter.
 $(VENV)/.installed: $(INSTALL_INPUTS) | $(VENV)/bin/pip
 	@echo "Setting up $(VENV) (about a minute, once)…"
-	@$(PIP_INSTALL) -e .
+	@$(WITH_DOTS) $(PIP_INSTALL) -e .
 	@touch $@
 
 $(VENV)/.installed-dev: $(INSTALL_INPUTS) | $(VENV)/bin/pip
 	@echo "Setting up $(VENV) with the development tools (about a minute, once)…"
-	@$(PIP_INSTALL) -e ".[dev]"
+	@$(WITH_DOTS) $(PIP_INSTALL) -e ".[dev]"
 	@touch $@ $(VENV)/.installed
 
 clean:

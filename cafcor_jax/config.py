@@ -107,7 +107,7 @@ class Config:
     )
     data_dir: str = _field(
         "",
-        "Folder for prepared datasets. Empty: the usual one.",
+        "Folder for prepared datasets. Empty: $CAFCOR_JAX_DATA, else ~/.cache/cafcor_jax.",
         group="Data",
         result=False,
     )

@@ -264,7 +264,7 @@ def run(config: Config, *, progress: Progress | None = None) -> Summary:
     """Trains, or goes on with training, and leaves everything in `config.workdir`.
 
     Killed at any moment and called again, it ends with the same parameters and metrics, to the bit, as if it
-    had not been killed. A finished run is not computed again.
+    had not been killed (only `seconds` in the metrics differ). A finished run is not computed again.
 
     Args:
       config: the settings.

@@ -72,6 +72,7 @@ class _Streams(NamedTuple):
 
 
 def _streams(key: Array) -> _Streams:
+    # split(key, k)[i] is fold_in(key, i): nothing else may fold small numbers into the run's key.
     return _Streams(*jax.random.split(key, len(_Streams._fields)))
 
 

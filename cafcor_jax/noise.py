@@ -78,11 +78,11 @@ def projected(
       [n, d].
     """
     keys = jax.random.split(jax.random.fold_in(key, round_index), num_workers)
-    average = jnp.full((num_workers, num_workers), 1 / num_workers, jnp.float32)
+    average = jnp.full((1, num_workers), 1 / num_workers, jnp.float32)
 
     def block(index: Array) -> Array:
         normals = jnp.concatenate(_normals(_fold_in(keys, index)), axis=-1)
-        centred = normals - jnp.matmul(average[:1], normals, precision=lax.Precision.HIGHEST)
+        centred = normals - jnp.matmul(average, normals, precision=lax.Precision.HIGHEST)
         return jnp.asarray(sigma * math.sqrt(num_workers), jnp.float32) * centred
 
     return _by_blocks(block, num_workers, size)

@@ -103,8 +103,8 @@ class Plain:
         yield
 
     def update(self, round: int, *, loss: float, accuracy: float | None, epsilon: float) -> None:
-        """Prints a line if the round was evaluated, and it is the last or enough came after the last line."""
-        if accuracy is None or (round < self._next and round < self._total):
+        """Prints a line if enough rounds came after the last line, or it is the last one."""
+        if round < self._next and round < self._total:
             return
         self._next = round + self._total / MAX_LINES
         done, begin = self._begin

@@ -56,8 +56,8 @@ COLUMNS = (
 )
 
 _KEEP = 2  # checkpoints, while the run goes on
-_TEMPORARY = ".tmp-"
-_LOCK = ".lock"
+_TEMPORARY = ".cafcor-tmp-"
+_LOCK = ".cafcor.lock"
 _DIGEST = "sha256.txt"
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 
@@ -78,6 +78,7 @@ class Workdir:
     def __init__(self, path: str | os.PathLike[str], config: config_lib.Config):
         self.path = Path(path)
         self._config = config
+        self._refuse_other_files()  # before anything is written there
         self._lock = self._open()
         try:
             self.stored: dict[str, Any] | None = self._check_content()
@@ -99,7 +100,7 @@ class Workdir:
     def _open(self) -> IO[str]:
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / _LOCK, "w")
+            lock = open(self.path / _LOCK, "a")
         if fcntl is not None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,17 +113,23 @@ class Workdir:
                 pass
         return lock
 
-    def _check_content(self) -> dict[str, Any] | None:
-        """Returns what config.json says, or None in a new folder."""
-        names = sorted(entry.name for entry in self.path.iterdir())
+    def _refuse_other_files(self) -> None:
+        """Raises if the folder is somebody else's."""
+        if not self.path.is_dir():
+            return
+        with _writing(self.path):
+            names = sorted(entry.name for entry in self.path.iterdir())
         others = [name for name in names if name != _LOCK and not name.startswith(_TEMPORARY)]
-        if not others:
-            return None
-        if "config.json" not in others:
+        if others and "config.json" not in others:
             raise UserError(
                 f"The workdir {self.path} holds other files (such as {others[0]}) and no run: give another "
                 "workdir, or an empty one."
             )
+
+    def _check_content(self) -> dict[str, Any] | None:
+        """Returns what config.json says, or None in a new folder."""
+        if not (self.path / "config.json").exists():
+            return None
         stored = _read_json(self.path / "config.json", f"delete {self.path} to start anew")
         try:
             config = config_lib.Config.from_dict(stored["config"])

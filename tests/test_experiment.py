@@ -123,7 +123,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_a_run_leaves_everything_behind(uninterrupted):
-    names = {path.name for path in uninterrupted.iterdir()} - {".lock"}
+    names = {path.name for path in uninterrupted.iterdir()} - {".cafcor.lock"}
     assert names == {"config.json", "metrics.csv", "weights.npy", "summary.json", "curves.png", "checkpoints"}
     assert (uninterrupted / "curves.png").read_bytes().startswith(b"\x89PNG")
 

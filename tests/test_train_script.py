@@ -132,7 +132,7 @@ def test_killed_then_resumed_is_the_same_as_never_killed(tmp_path, command):
 def test_bad_input_is_one_sentence(tmp_path, command, arguments, words):
     workdir = tmp_path / "run"
     assert_one_sentence(finish(command(f"--workdir={workdir}", *arguments)), *words)
-    assert not workdir.exists() or content(workdir) == {workdir / ".lock": b""}
+    assert not workdir.exists() or content(workdir) == {workdir / ".cafcor.lock": b""}
 
 
 def test_a_corrupt_archive_is_one_sentence(tmp_path, command):
@@ -149,4 +149,4 @@ def test_a_corrupt_archive_is_one_sentence(tmp_path, command):
 def test_a_folder_of_other_files_is_one_sentence(tmp_path, command):
     (tmp_path / "notes.txt").write_text("mine")
     assert_one_sentence(finish(command(f"--workdir={tmp_path}")), str(tmp_path), "notes.txt")
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert content(tmp_path) == {tmp_path / "notes.txt": b"mine"}

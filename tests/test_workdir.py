@@ -95,12 +95,14 @@ def test_one_process_at_a_time(tmp_path):
 def test_what_a_killed_process_left_is_removed(tmp_path):
     with started(tmp_path) as folder:
         folder.save(1, tree(1))
-    (tmp_path / ".tmp-curves.png").write_text("half")
-    shutil.copytree(tmp_path / "checkpoints" / "1", tmp_path / "checkpoints" / ".tmp-2.orbax-checkpoint-tmp")
+    (tmp_path / ".cafcor-tmp-curves.png").write_text("half")
+    shutil.copytree(
+        tmp_path / "checkpoints" / "1", tmp_path / "checkpoints" / ".cafcor-tmp-2.orbax-checkpoint-tmp"
+    )
     with open_(tmp_path) as folder:
         assert folder.rounds() == [1]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1"]
-    assert not (tmp_path / ".tmp-curves.png").exists()
+    assert not (tmp_path / ".cafcor-tmp-curves.png").exists()
 
 
 def test_a_file_that_fails_leaves_the_old_one(tmp_path):

@@ -15,7 +15,7 @@ SAMPLINGS = ("none", "without_replacement")
 _WORDS = {
     "none": "no privacy",
     "ldp": "LDP (the server and every other worker may conspire)",
-    "cdp": "CDP (the server is trusted and adds the noise)",
+    "cdp": "CDP (the server is trusted; the workers together add the noise it would)",
     "secldp": "SecLDP (curious server, no worker reveals its secrets)",
     "byzldp": "ByzLDP (curious server, to which Byzantine workers reveal their secrets)",
 }
