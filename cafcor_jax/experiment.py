@@ -31,7 +31,7 @@ from cafcor_jax.data import cache
 from cafcor_jax.errors import UserError
 from cafcor_jax.federation import Data, Federation, Info, State, federation, random_flip
 from cafcor_jax.progress import Progress, Silent
-from cafcor_jax.types import Array, PyTree
+from cafcor_jax.types import Aggregator, Array, Attack, PyTree
 from cafcor_jax.workdir import Workdir, digest, read_metrics, versions
 
 # Folded into the run's key for the initial parameters.
@@ -56,6 +56,9 @@ class Experiment:
       plan: whom it protects, and with which noise.
       key: decides all randomness of training.
       model: what is trained.
+      aggregator: the server's rule.
+      attack: what the malicious workers send.
+      augment: of training batches, if any.
       federation: the rounds.
       data: the honest workers' data, on the device.
     """
@@ -65,6 +68,9 @@ class Experiment:
     plan: privacy.PrivacyPlan
     key: Array
     model: models.Model
+    aggregator: Aggregator
+    attack: Attack
+    augment: Callable[[Array, Array], Array] | None
     federation: Federation
     data: Data
 
@@ -238,16 +244,19 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
         plan = _plan(config, int(federated.sizes.min()))
         model = models.cnn(mean=dataset.mean, std=dataset.std, num_classes=dataset.num_classes)
         factor = {} if config.attack_factor is None else {"factor": config.attack_factor}
+        aggregator = aggregators.BY_NAME[config.aggregator](num_byzantine=config.num_byzantine)
+        attack = attacks.BY_NAME[config.attack](**factor)
+        augment = random_flip if dataset.flip else None
         rounds = federation(
             loss_fn=model.loss,
             plan=plan,
-            aggregator=aggregators.BY_NAME[config.aggregator](num_byzantine=config.num_byzantine),
-            attack=attacks.BY_NAME[config.attack](**factor),
+            aggregator=aggregator,
+            attack=attack,
             optimizer=_optimizer(config),
             momentum=config.momentum,
             batch_size=config.batch_size,
             noise_mode=config.noise_mode,
-            augment=random_flip if dataset.flip else None,
+            augment=augment,
         )
     return Experiment(
         config=config,
@@ -255,6 +264,9 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
         plan=plan,
         key=jax.random.key(config.seed),
         model=model,
+        aggregator=aggregator,
+        attack=attack,
+        augment=augment,
         federation=rounds,
         data=Data(*map(jnp.asarray, (federated.images, federated.labels, federated.sizes))),
     )
@@ -388,6 +400,11 @@ def _train(experiment: Experiment, folder: Workdir, progress: Progress) -> PyTre
         progress.log(f"resuming after round {done}")
 
     length = _chunk_length(config)
+    if done % length:
+        raise UserError(
+            f"The run in {config.workdir} stopped after round {done} on another kind of device; this one "
+            f"runs {length} rounds at a time: go on there, or give another workdir."
+        )
     tests = jnp.asarray(experiment.dataset.test_images), jnp.asarray(experiment.dataset.test_labels)
     with progress.phase("compiling"):
         chunk = jax.jit(experiment.chunk(length), donate_argnums=1).lower(key, state, workers).compile()

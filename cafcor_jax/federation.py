@@ -115,22 +115,6 @@ def federation(
     h = n - f
     clipped_gradient = clipping.BY_LEVEL[plan.level](loss_fn, plan.clip_norm)
 
-    def honest_gradients(key: Array, params: PyTree, data: Data) -> clipping.Clipped:
-        def worker(inputs: tuple[Array, Data]) -> clipping.Clipped:
-            worker_key, own = inputs
-            batch_key, augment_key = jax.random.split(worker_key)
-            chosen = sample_without_replacement(batch_key, own.labels.shape[0], own.sizes, batch_size)
-            images = own.images[chosen]
-            if augment is not None:
-                images = augment(augment_key, images)
-            return clipped_gradient(params, images, own.labels[chosen])
-
-        inputs = (jax.random.split(key, h), data)
-        # On a CPU one worker after the other keeps the cores busy and its arrays in the cache.
-        if jax.default_backend() == "cpu":
-            return lax.map(worker, inputs)
-        return lax.map(worker, inputs, batch_size=min(h, _WORKERS_AT_ONCE))
-
     def noise_rows(key: Array, round_index: Array, size: int) -> Array:
         """The noise of the honest workers in one round, [h, d]."""
         streams = _streams(key)
@@ -165,7 +149,14 @@ def federation(
 
     def step(key: Array, state: State, data: Data) -> tuple[State, Info]:
         streams = _streams(key)
-        clipped = honest_gradients(jax.random.fold_in(streams.batches, state.round), state.params, data)
+        clipped = honest_gradients(
+            jax.random.fold_in(streams.batches, state.round),
+            state.params,
+            data,
+            clipped_gradient=clipped_gradient,
+            batch_size=batch_size,
+            augment=augment,
+        )
         honest = next_momentum(key, state, clipped.gradient)
         messages = honest
         if f:
@@ -185,6 +176,34 @@ def federation(
         return State(params, honest, opt_state, state.round + 1), info
 
     return Federation(init, step)
+
+
+def honest_gradients(
+    key: Array,
+    params: PyTree,
+    data: Data,
+    *,
+    clipped_gradient: Callable[[PyTree, Array, Array], clipping.Clipped],
+    batch_size: int,
+    augment: Callable[[Array, Array], Array] | None = None,
+) -> clipping.Clipped:
+    """Every honest worker's clipped gradient of its own batch, with leaves [h, ...]."""
+
+    def worker(inputs: tuple[Array, Data]) -> clipping.Clipped:
+        worker_key, own = inputs
+        batch_key, augment_key = jax.random.split(worker_key)
+        chosen = sample_without_replacement(batch_key, own.labels.shape[0], own.sizes, batch_size)
+        images = own.images[chosen]
+        if augment is not None:
+            images = augment(augment_key, images)
+        return clipped_gradient(params, images, own.labels[chosen])
+
+    h = data.labels.shape[0]
+    inputs = (jax.random.split(key, h), data)
+    # On a CPU one worker after the other keeps the cores busy and its arrays in the cache.
+    if jax.default_backend() == "cpu":
+        return lax.map(worker, inputs)
+    return lax.map(worker, inputs, batch_size=min(h, _WORKERS_AT_ONCE))
 
 
 def aggregate_with_weights(aggregator: Aggregator, messages: Updates) -> tuple[PyTree, Array]:

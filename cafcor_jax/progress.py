@@ -103,10 +103,12 @@ class Plain:
         yield
 
     def update(self, round: int, *, loss: float, accuracy: float | None, epsilon: float) -> None:
-        """Prints a line if enough rounds came after the last line, or it is the last one."""
-        if round < self._next and round < self._total:
+        """Prints a line if enough rounds came after the last one; twice as many without an evaluation."""
+        spacing = self._total / MAX_LINES
+        due = self._next if accuracy is not None else self._next + spacing
+        if round < due and round < self._total:
             return
-        self._next = round + self._total / MAX_LINES
+        self._next = round + spacing
         done, begin = self._begin
         speed = (round - done) / max(time.monotonic() - begin, 1e-9)
         self.log(

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from cafcor_jax import aggregators, attacks, cli, clipping, config, experiment, noise, progress, secrets
-from cafcor_jax.federation import sample_without_replacement
+from cafcor_jax import cli, clipping, config, experiment, noise, progress, secrets
+from cafcor_jax.federation import honest_gradients
 
 REPEATS = flags.DEFINE_integer("repeats", 3, "Calls of each part; the fastest counts.", lower_bound=1)
 
@@ -36,27 +36,29 @@ def best_of(call: Callable[..., Any], *args: Any) -> float:
 
 
 def main(cfg: config.Config) -> None:
+    experiment.cache_compilations(cfg)
     run = experiment.build(cfg, progress=progress.automatic())
     plan, key = run.plan, run.key
     n, f = cfg.num_workers, cfg.num_byzantine
     state = run.init()
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
-    def gradients(params, workers):
-        def worker(inputs):
-            worker_key, own = inputs
-            chosen = sample_without_replacement(worker_key, own.labels.shape[0], own.sizes, cfg.batch_size)
-            gradient = clipping.BY_LEVEL[plan.level](run.model.loss, plan.clip_norm)
-            return gradient(params, own.images[chosen], own.labels[chosen])
+    clipped_gradient = clipping.BY_LEVEL[plan.level](run.model.loss, plan.clip_norm)
 
-        return jax.lax.map(worker, (jax.random.split(key, n - f), workers))
+    def gradients(params, workers):
+        return honest_gradients(
+            key,
+            params,
+            workers,
+            clipped_gradient=clipped_gradient,
+            batch_size=cfg.batch_size,
+            augment=run.augment,
+        )
 
     pair_keys = secrets.key_matrix(key, n)
     rows = jnp.asarray(np.random.default_rng(0).normal(size=(n, size)), jnp.float32)
     messages = noise.like(state.params, rows)
     honest = jax.tree.map(lambda leaf: leaf[: n - f], messages)
-    rule = aggregators.BY_NAME[cfg.aggregator](num_byzantine=f)
-    attack = attacks.BY_NAME[cfg.attack]()
 
     parts = {"gradients": best_of(gradients, state.params, run.data)}
     if plan.sigma_ind > 0:
@@ -74,8 +76,8 @@ def main(cfg: config.Config) -> None:
         rows[: n - f],
     )
     if f:
-        parts["attack"] = best_of(lambda h: attack(key, h, f), honest)
-    parts["aggregation"] = best_of(rule, messages)
+        parts["attack"] = best_of(lambda h: run.attack(key, h, f), honest)
+    parts["aggregation"] = best_of(run.aggregator, messages)
 
     later = state._replace(round=jnp.int32(1))
     whole = best_of(run.federation.step, key, later, run.data)

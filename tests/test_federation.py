@@ -82,6 +82,7 @@ def unflatten(flat):
     return {"b": jnp.asarray(flat[:3], jnp.float32), "w": jnp.asarray(flat[3:], jnp.float32).reshape(8, 3)}
 
 
+@pytest.mark.slow
 def test_rounds_are_algorithm_one(params, data):
     """Three rounds against Algorithm 1 written out in NumPy, noise included."""
     private = plan()

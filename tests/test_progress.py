@@ -16,7 +16,9 @@ def go(shown, rounds, every=1):
             shown.update(round, loss=1.25, accuracy=accuracy, epsilon=float(round))
 
 
-@pytest.mark.parametrize("rounds, every, lines", [(5, 1, 5), (10, 5, 2), (7, 3, 3), (5000, 1, 51), (1, 1, 1)])
+@pytest.mark.parametrize(
+    "rounds, every, lines", [(5, 1, 5), (10, 5, 10), (30, 30, 16), (400, 10, 40), (5000, 1, 51), (1, 1, 1)]
+)
 def test_a_log_has_few_lines(rounds, every, lines):
     stream = io.StringIO()
     go(progress.automatic(stream), rounds, every)

@@ -80,6 +80,7 @@ def kill_after(process, metrics, rounds):
     process.communicate()
 
 
+@pytest.mark.slow
 def test_killed_then_resumed_is_the_same_as_never_killed(tmp_path, command):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     kill_after(command(f"--workdir={killed}"), killed / "metrics.csv", rounds=5)
