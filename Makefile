@@ -18,7 +18,7 @@ PYTEST_ARGS ?=
 .PHONY: help train quickstart test lint format install install-dev clean
 
 help:
-	@echo "make quickstart   a small private and robust run on synthetic data, under 30 seconds"
+	@echo "make quickstart   a small private and robust run on synthetic data, under a minute"
 	@echo "make train        train CafCor under ByzLDP on MNIST (100 workers, 10 malicious)"
 	@echo "make test         check style and types, then run all tests"
 	@echo "make lint         check style and types only"
