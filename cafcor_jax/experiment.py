@@ -512,9 +512,8 @@ def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
 
 def _finish(experiment: Experiment, folder: Workdir, params: PyTree) -> Summary:
     """Writes the results; the summary last."""
-    from cafcor_jax import (
-        plotting,
-    )  # takes long to import, and nobody should wait for it before the first round
+    # It takes long to import, and nobody should wait for it before the first round.
+    from cafcor_jax import plotting
 
     config, plan = experiment.config, experiment.plan
     metrics = read_metrics(folder.path / "metrics.csv")

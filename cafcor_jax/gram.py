@@ -97,7 +97,8 @@ def _over_blocks(body: Callable[[Array, Array], Array], rows: Array, init: Array
     return lax.platform_dependent(rows, init, cpu=in_blocks, default=lambda rows, init: body(init, rows))
 
 
-def _dot(a: Array, b: Array) -> Array:
+def dot(a: Array, b: Array) -> Array:
+    """The matrix product at full precision."""
     # A TPU's default precision multiplies in bfloat16, which would wreck the Gram matrix.
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
@@ -107,9 +108,9 @@ def _plain_gram(updates: Updates) -> Array:
 
     def add(total: Array, block: Array) -> Array:
         block = block.astype(total.dtype)
-        mean = _dot(jnp.full((1, n), 1 / n, total.dtype), block)
+        mean = dot(jnp.full((1, n), 1 / n, total.dtype), block)
         centred = block - mean
-        return total + _dot(centred, centred.T)
+        return total + dot(centred, centred.T)
 
     leaves = row_groups(updates)
     n = leaves[0].shape[0]
@@ -158,7 +159,7 @@ def _robust_gram(updates: Updates) -> Array:
 
     def add(total: Array, block: Array) -> Array:
         unit = centred(block) * inverse[:, None]
-        return total + _dot(unit, unit.T)
+        return total + dot(unit, unit.T)
 
     total = jnp.zeros((n, n), dtype)
     for leaf in leaves:
@@ -243,7 +244,7 @@ def mix(weights: Array, updates: Updates) -> Aggregate:
             dtype = accumulator_dtype(leaf.dtype)
             if mask is not None:
                 rows = jnp.where(mask[:, None], rows, 0)
-            total = _dot(weights.astype(dtype)[None, :], rows.astype(dtype))[0]
+            total = dot(weights.astype(dtype)[None, :], rows.astype(dtype))[0]
             return total.reshape(leaf.shape[1:]).astype(leaf.dtype)
 
         return jax.tree.map(mix_leaf, updates)

@@ -173,7 +173,7 @@ class Workdir:
         """
         record = strict(record)
         if self.stored is None:
-            self.write("config.json", lambda path: path.write_text(json.dumps(record, indent=2) + "\n"))
+            self.write_json("config.json", record)
             return
         stored = self.stored
         _check_same("dataset", stored["dataset"]["checksums"], record["dataset"]["checksums"], self.path)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cafcor_jax.aggregators.linear import LinearRule, check_num_byzantine, valid_workers
+from cafcor_jax.gram import dot
 from cafcor_jax.types import Array
 
 # Squarings of the covariance before the power iteration gives up on a gap: 2^24 powers tell eigenvalues
@@ -117,15 +118,10 @@ def spectral_filter(gram: Array, num_byzantine: int) -> Filtered:
     return lax.while_loop(lambda loop: ~loop.done & removal_within_budget(loop), step, start).best
 
 
-def _dot(a: Array, b: Array) -> Array:
-    # A TPU's default precision multiplies in bfloat16.
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
-
-
 def _recentred(gram: Array, weights: Array) -> Array:
     """The Gram matrix about the weighted mean."""
-    product = _dot(gram, weights)
-    return gram - product[:, None] - product[None, :] + _dot(weights, product)
+    product = dot(gram, weights)
+    return gram - product[:, None] - product[None, :] + dot(weights, product)
 
 
 def _top_scores(about_mean: Array, weights: Array) -> tuple[Array, Array]:
@@ -141,8 +137,8 @@ def _top_scores(about_mean: Array, weights: Array) -> tuple[Array, Array]:
     scale = jnp.max(jnp.diagonal(kernel))
     kernel = kernel / jnp.where(scale > 0, scale, 1)
     vector = top_eigenvector(kernel)
-    value = jnp.maximum(_dot(vector, _dot(kernel, vector)), 0)
-    along = _dot(about_mean / jnp.where(scale > 0, scale, 1), root * vector)
+    value = jnp.maximum(dot(vector, dot(kernel, vector)), 0)
+    along = dot(about_mean / jnp.where(scale > 0, scale, 1), root * vector)
     scores = jnp.where(value > 0, along**2 / jnp.where(value > 0, value, 1), 0)
     return value * scale, scores
 
@@ -158,7 +154,7 @@ def top_eigenvector(matrix: Array) -> Array:
 
     def square(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         power, _, count = state
-        power = _dot(power, power)
+        power = dot(power, power)
         power = (power + power.T) / 2
         trace = jnp.trace(power)
         power = power / jnp.where(trace > 0, trace, 1)
@@ -175,5 +171,5 @@ def top_eigenvector(matrix: Array) -> Array:
     # Two plain steps on the matrix itself wash out the rounding of the products.
     for _ in range(2):
         vector = vector / jnp.maximum(jnp.linalg.norm(vector), jnp.finfo(matrix.dtype).tiny)
-        vector = _dot(start, vector)
+        vector = dot(start, vector)
     return vector / jnp.maximum(jnp.linalg.norm(vector), jnp.finfo(matrix.dtype).tiny)
