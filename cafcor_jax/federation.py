@@ -209,8 +209,7 @@ def honest_gradients(
 def aggregate_with_weights(aggregator: Aggregator, messages: Updates) -> tuple[PyTree, Array]:
     """The aggregate and every worker's weight in it (NaN for a rule that is not linear)."""
     if isinstance(aggregator, LinearRule):
-        weights = aggregator.weights(messages)
-        return aggregator.mix(weights, messages), weights
+        return aggregator.with_weights(messages)
     return aggregator(messages), jnp.full(jax.tree.leaves(messages)[0].shape[0], jnp.nan)
 
 

@@ -5,10 +5,11 @@ weights that depend on the messages through inner products only, so it is a func
 matrix to n weights: `gram` reads the messages once, `mix` reads them once more, and nothing between the two
 knows d.
 
-The Gram matrix is taken about a centre, since differences of large inner products cancel: G[i, j] =
-<x_i - c, x_j - c>. The rules here only use what does not depend on c (distances, covariances), so c is free
-and is chosen for accuracy: the mean of the messages, or, when that would drown the honest workers' spread
-(a message of 1e30, say), their coordinate-wise median.
+What is n x n is in float64, whatever the messages are in: it costs nothing beside the passes, and rules
+decide by differences of inner products (who is nearest, which direction varies most), where float32 would
+decide wrongly between near equals. JAX keeps float64 behind a switch, which `in_float64` turns on for the
+length of a call; code inside takes `dot` and `argmax` from here, since JAX's own lose the type under `vmap`
+or when they are compiled outside.
 
 A message that is not finite cannot come from an honest worker. Its row and column of the Gram matrix are NaN:
 that is how a rule knows whom to leave out.
@@ -17,212 +18,190 @@ that is how a rule knows whom to leave out.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from cafcor_jax.columns import accumulator_dtype, as_rows, fold_columns, map_leaves, num_workers, row_groups
 from cafcor_jax.sorting import median_of_rows
 from cafcor_jax.types import Aggregate, Array, Updates
 
-# Columns handled at once on a CPU: n rows of this many floats stay in the cache.
-_BLOCK = 8192
-# The honest spread must not be smaller than this part of the rows' squared norms: float32 keeps 7 digits, and
-# a difference of squares that loses one of them still has six.
-_SPREAD = 0.1
-# Squared norms outside this range are close to what float32 can hold, and their products are beyond it.
-_TINY, _HUGE = 1e-25, 1e25
-# A message this many times longer than the next shorter one is filtered first by any rule, whatever its exact
-# length; longer ones are shortened to this ratio, so that every inner product fits into float32.
-_GAP = 1e6
-_LONGEST = 1e18
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# Groups with fewer columns than this are multiplied in float64. In larger ones the blocks' products are in
+# float32 and only their sum is in float64: twice as fast, and the roundings of many blocks average out.
+_SMALL_GROUP = 2**16
+# The workers' squared distances must not be smaller than this part of their squared lengths: products in
+# float32 (float64) then leave six (twelve) digits of a distance.
+_SPREAD_FLOAT32, _SPREAD_FLOAT64 = 0.05, 1e-4
+# A smaller weight, and the messages it is given to, are brought nearer to 1 before they are multiplied.
+_TINY_WEIGHT, _SHIFT = 2.0**-70, 2.0**-64
+# Squared lengths under this have parts that are too small for float32.
+_TINY = 1e-25
 
 
-def num_workers(updates: Updates) -> int:
-    """Returns n and checks that the leaves are floating-point arrays [n, ...] with one and the same n."""
-    leaves = jax.tree.leaves(updates)
-    if not leaves:
-        raise ValueError("updates has no arrays; it must be a pytree of arrays [n, ...].")
-    for leaf in leaves:
-        if jnp.ndim(leaf) < 1:
-            raise ValueError("updates has a leaf without a worker axis (a scalar); leaves must be [n, ...].")
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise ValueError(
-                f"updates has a leaf of dtype {jnp.result_type(leaf)}; it must be floating point."
-            )
-    counts = sorted({leaf.shape[0] for leaf in leaves})
-    if len(counts) > 1:
-        raise ValueError(f"the leaves of updates disagree on the number of workers: {counts}.")
-    if counts[0] == 0:
-        raise ValueError("updates has 0 workers; there must be at least 1.")
-    return counts[0]
+def in_float64(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Lets a function compute in float64, whether or not JAX is set to."""
+
+    @functools.wraps(function)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with jax.enable_x64(True):
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
-def as_rows(leaf: Array) -> Array:
-    """Views a leaf [n, ...] as [n, size]."""
-    return leaf.reshape(leaf.shape[0], -1)
+def float64_inside(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Like `in_float64`, and returns the results in what is float for the caller."""
+
+    @functools.wraps(function)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        dtype = jax.dtypes.canonicalize_dtype(float)
+        with jax.enable_x64(True):
+            result = function(*args, **kwargs)
+            return jax.tree.map(lambda x: x.astype(dtype) if x.dtype == np.float64 else x, result)
+
+    return wrapped
 
 
-def row_groups(updates: Updates) -> list[Array]:
-    """The leaves as rows [n, size], the small ones joined: a model's biases cost one loop, not ten."""
-    groups: list[Array] = []
-    small: dict[jnp.dtype, list[Array]] = {}
-    for rows in map(as_rows, jax.tree.leaves(updates)):
-        if rows.shape[1] < _BLOCK:
-            small.setdefault(rows.dtype, []).append(rows)
-        else:
-            groups.append(rows)
-    return groups + [jnp.concatenate(rows, axis=1) for rows in small.values()]
-
-
-def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype sums are kept in: float32, or float64 for float64 inputs."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-def _over_blocks(body: Callable[[Array, Array], Array], rows: Array, init: Array) -> Array:
-    """Folds `body(accumulator, block [n, b])` over cache-sized blocks of columns; on a CPU only."""
-
-    def in_blocks(rows: Array, init: Array) -> Array:
-        full = rows.shape[1] // _BLOCK
-
-        def step(index: Array, accumulator: Array) -> Array:
-            return body(accumulator, lax.dynamic_slice_in_dim(rows, index * _BLOCK, _BLOCK, axis=1))
-
-        result = lax.fori_loop(0, full, step, init) if full else init
-        return body(result, rows[:, full * _BLOCK :]) if rows.shape[1] % _BLOCK else result
-
-    return lax.platform_dependent(rows, init, cpu=in_blocks, default=lambda rows, init: body(init, rows))
-
-
-def dot(a: Array, b: Array) -> Array:
-    """The matrix product at full precision."""
+def _matmul(a: Array, b: Array) -> Array:
     # A TPU's default precision multiplies in bfloat16, which would wreck the Gram matrix.
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
-def _plain_gram(updates: Updates) -> Array:
-    """The Gram matrix about the mean of all rows, in one pass."""
+@jax.custom_batching.custom_vmap
+def _dot(a: Array, b: Array) -> Array:
+    return in_float64(_matmul)(a, b)
+
+
+@_dot.def_vmap
+@in_float64
+def _dot_of_batches(size: int, batched: list[bool], a: Array, b: Array) -> tuple[Array, bool]:
+    a, b = (
+        x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+        for x, is_batched in zip((a, b), batched, strict=True)
+    )
+    return jax.vmap(_matmul)(a, b), True
+
+
+def dot(a: Array, b: Array) -> Array:
+    """The matrix product at full precision; it keeps float64 under `vmap`, which JAX's own does not."""
+    return _dot(a, b) if a.dtype == np.float64 else _matmul(a, b)
+
+
+def argmax(values: Array) -> Array:
+    """The first index of the largest of `values` [n], as int32."""
+    index = lax.iota(np.int32, values.shape[0])
+    return jnp.min(jnp.where(values == jnp.max(values), index, values.shape[0] - 1))
+
+
+def argmin(values: Array) -> Array:
+    """The first index of the smallest of `values` [n], as int32."""
+    return argmax(-values)
+
+
+def _summed_products(
+    groups: list[Array], centre: Callable[[Array], Array], dtype_of: Callable[[Array], jnp.dtype]
+) -> Array:
+    """The sum over blocks of y y^T in float64, with y = centre(block) in the group's dtype."""
+    n = groups[0].shape[0]
+    # Products of a multiple of eight rows are faster on a CPU.
+    padded = n + -n % 8
 
     def add(total: Array, block: Array) -> Array:
-        block = block.astype(total.dtype)
-        mean = dot(jnp.full((1, n), 1 / n, total.dtype), block)
-        centred = block - mean
-        return total + dot(centred, centred.T)
+        rows = jnp.pad(centre(block.astype(dtype)), ((0, padded - n), (0, 0)))
+        return total + dot(rows, rows.T).astype(np.float64)
 
-    leaves = row_groups(updates)
-    n = leaves[0].shape[0]
-    dtype = functools.reduce(jnp.promote_types, [leaf.dtype for leaf in leaves], jnp.dtype(jnp.float32))
-    total = jnp.zeros((n, n), dtype)
-    for leaf in leaves:
-        total = _over_blocks(add, leaf, total)
-    return total
+    total = jnp.zeros((padded, padded), np.float64)
+    for group in groups:
+        dtype = dtype_of(group)
+        total = fold_columns(add, group, total)
+    total = total[:n, :n]
+    return (total + total.T) / 2
 
 
-def _is_accurate(gram: Array) -> Array:
-    """Whether a Gram matrix about the mean is finite, in range and not drowned by a far-away mean."""
+def _plain_gram(groups: list[Array]) -> tuple[Array, Array]:
+    """The Gram matrix about the origin in one pass, and whether it can be trusted."""
+
+    def product_dtype(group: Array) -> jnp.dtype:
+        small = group.shape[1] < _SMALL_GROUP
+        return jnp.dtype(np.float64) if small else accumulator_dtype(group.dtype)
+
+    gram = _summed_products(groups, lambda block: block, product_dtype)
     norms = jnp.diagonal(gram)
-    distances = norms[:, None] + norms[None, :] - 2 * gram
     n = gram.shape[0]
     # The n // 2 nearest of an honest row are never all malicious, so the honest majority decides this.
-    spread = jnp.median(jnp.sort(distances, axis=1)[:, n // 2])
-    typical, largest = jnp.median(norms), jnp.max(norms)
-    in_range = (typical > _TINY) & (largest < _HUGE)
+    spread = jnp.median(jnp.sort(squared_distances(gram), axis=1)[:, n // 2])
+    typical = jnp.median(norms)
+    in_float32 = any(product_dtype(group) == np.float32 for group in groups)
+    least = _SPREAD_FLOAT32 if in_float32 else _SPREAD_FLOAT64
     # A NaN makes every comparison false, as it should.
-    return in_range & (spread >= _SPREAD * typical)
+    trusted = jnp.isfinite(gram).all() & (spread >= least * typical) & (typical > _TINY)
+    return gram, trusted
 
 
-def _robust_gram(updates: Updates) -> Array:
-    """The Gram matrix about the coordinate-wise median, for messages on wildly different scales."""
-    leaves = row_groups(updates)
-    n = leaves[0].shape[0]
-    dtype = functools.reduce(jnp.promote_types, [leaf.dtype for leaf in leaves], jnp.dtype(jnp.float32))
-    finite = functools.reduce(jnp.logical_and, [jnp.isfinite(leaf).all(axis=1) for leaf in leaves])
+def _robust_gram(groups: list[Array]) -> Array:
+    """The Gram matrix about the coordinate-wise median, for messages that drown one another."""
+    finite = functools.reduce(jnp.logical_and, [jnp.isfinite(group).all(axis=1) for group in groups])
 
-    def centred(block: Array) -> Array:
-        block = block.astype(dtype)
-        # A quarter keeps the difference of two numbers near the largest float finite; the scale is undone by
-        # the normalisation below.
-        block = jnp.where(finite[:, None], block, 0) * 0.25
+    def centre(block: Array) -> Array:
+        block = jnp.where(finite[:, None], block, 0)
         return block - median_of_rows(block, finite)[None, :]
 
-    def widest(size: Array, block: Array) -> Array:
-        return jnp.maximum(size, jnp.max(jnp.abs(centred(block)), axis=1, initial=0))
-
-    size = jnp.zeros(n, dtype)
-    for leaf in leaves:
-        size = _over_blocks(widest, leaf, size)
-    # Rows are brought to unit size before they are multiplied: nothing overflows or underflows.
-    inverse = jnp.where(size > 0, 1 / jnp.maximum(size, jnp.finfo(dtype).tiny), 0)
-
-    def add(total: Array, block: Array) -> Array:
-        unit = centred(block) * inverse[:, None]
-        return total + dot(unit, unit.T)
-
-    total = jnp.zeros((n, n), dtype)
-    for leaf in leaves:
-        total = _over_blocks(add, leaf, total)
-
-    norm = jnp.sqrt(jnp.diagonal(total))  # of the rows at unit size; 0 for a row at the centre
-    factor = 4 * _shortened_sizes(size, norm, finite)
-    gram = total * factor[:, None] * factor[None, :]
+    gram = _summed_products(groups, centre, lambda group: jnp.dtype(np.float64))
+    # A length whose square is beyond float64 is as good as infinite.
+    finite = finite & jnp.isfinite(jnp.diagonal(gram))
     return jnp.where(finite[:, None] & finite[None, :], gram, jnp.nan)
 
 
-def _shortened_sizes(size: Array, norm: Array, valid: Array) -> Array:
-    """Row sizes, made smaller where a row's length, size * norm, is more than `_GAP` times the next one's.
+@in_float64
+def gram(updates: Updates, *, about_origin: bool = False) -> Array:
+    """Returns the Gram matrix of the workers' messages, [n, n] in float64.
 
-    Only gaps above the median length count. Lengths near the ends of the float range are also divided by a
-    power of two near the median length. A row that is not shortened keeps its size to the last digit.
-    """
-    count = size.shape[0]
-    positive = (norm > 0) & valid
-    log_length = jnp.where(positive, jnp.log(jnp.where(positive, norm, 1)) + jnp.log(size), -jnp.inf)
-    order = jnp.argsort(log_length)
-    ascending = log_length[order]
-    # Invalid and zero rows are at minus infinity, in front.
-    middle = jnp.minimum((jnp.sum(~valid) + count) // 2, count - 1)
-    base = jnp.where(jnp.isfinite(ascending[middle]), ascending[middle], ascending[-1])
-    base = jnp.where(jnp.isfinite(base), base, 0)
-    climb = jnp.diff(jnp.maximum(ascending - base, 0), prepend=0)
-    # Many messages on as many scales share the range that there is.
-    wide = jnp.maximum(jnp.sum(climb > math.log(_GAP)), 1)
-    gap = jnp.minimum(math.log(_GAP), math.log(_LONGEST) / wide.astype(size.dtype))
-    total = jnp.cumsum(jnp.minimum(climb, gap))
-    above = jnp.minimum(total, math.log(_LONGEST))
-    is_cut = (jnp.cumsum(climb > gap) > 0) | (total > math.log(_LONGEST))
-    in_range = (jnp.abs(base) < 0.5 * math.log(_HUGE)) & (base + above[-1] < math.log(_LONGEST))
-    exponent = jnp.where(in_range, 0, -jnp.round(base / math.log(2)))
-    shortened = jnp.exp(above + (base + exponent * math.log(2))) / jnp.where(norm > 0, norm, 1)[order]
-    kept = jnp.ldexp(size[order], exponent.astype(jnp.int32))
-    return jnp.zeros_like(size).at[order].set(jnp.where(is_cut, shortened, kept))
-
-
-def gram(updates: Updates) -> Array:
-    """Returns the centred Gram matrix of the workers' messages, [n, n].
-
-    G[i, j] = <x_i - c, x_j - c>, summed over leaves. One pass over the messages in ordinary cases; three more
-    when some message is not finite, or so far away that float32 would lose what the honest ones differ in.
-    Then c is the coordinate-wise median, rows of absurd length are shortened (a rule filters them all the
-    same), and the rows and columns of messages that are not finite are NaN. If the squared lengths would not
-    fit into float32, G is scaled to a typical length of about 1.
+    G[i, j] = <x_i - c, x_j - c>, summed over leaves. The centre c is free, since rules use what does not
+    depend on it (distances, covariances), and is chosen for accuracy: 0 in ordinary cases, in one pass. If
+    a message is not finite, or the messages are close together and far from 0, a second and slower pass takes
+    c to be their coordinate-wise median. Rows and columns of messages that are not finite are NaN.
 
     Args:
       updates: leaves [n, ...].
+      about_origin: take c = 0 in any case, for rules that use the lengths of the messages.
 
     Returns:
-      An array [n, n] of float32, or float64 for float64 inputs.
+      An array [n, n] of float64, also where JAX is not set to have any: use it inside `in_float64`.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> gram(jnp.array([[0.0, 1.0], [0.0, 3.0]])).tolist()
-      [[1.0, -1.0], [-1.0, 1.0]]
+      >>> gram(jnp.array([[3.0, 4.0], [0.0, 2.0]])).tolist()
+      [[25.0, 8.0], [8.0, 4.0]]
     """
     num_workers(updates)
-    plain = _plain_gram(updates)
-    return lax.cond(_is_accurate(plain), lambda _: plain, _robust_gram, updates)
+    groups = row_groups(updates)
+    plain, trusted = _plain_gram(groups)
+    if about_origin:
+        return lax.cond(jnp.isfinite(plain).all(), lambda _: plain, _gram_about_origin, groups)
+    return lax.cond(trusted, lambda _: plain, _robust_gram, groups)
+
+
+def _gram_about_origin(groups: list[Array]) -> Array:
+    """The Gram matrix about 0 in float64 of messages some of which are not finite, or very long."""
+    finite = functools.reduce(jnp.logical_and, [jnp.isfinite(group).all(axis=1) for group in groups])
+    gram = _summed_products(
+        groups, lambda block: jnp.where(finite[:, None], block, 0), lambda group: jnp.dtype(np.float64)
+    )
+    finite = finite & jnp.isfinite(jnp.diagonal(gram))
+    return jnp.where(finite[:, None] & finite[None, :], gram, jnp.nan)
+
+
+def squared_distances(gram: Array) -> Array:
+    """||x_i - x_j||^2 from a Gram matrix about any centre, [n, n]."""
+    norms = jnp.diagonal(gram)
+    return jnp.maximum(norms[:, None] + norms[None, :] - 2 * gram, 0)
 
 
 def mix(weights: Array, updates: Updates) -> Aggregate:
@@ -238,18 +217,44 @@ def mix(weights: Array, updates: Updates) -> Aggregate:
       A pytree with leaves [...].
     """
 
-    def mixed(mask: Array | None) -> Aggregate:
-        def mix_leaf(leaf: Array) -> Array:
-            rows = as_rows(leaf)
+    def plain(updates: Updates) -> Aggregate:
+        def of_leaf(leaf: Array) -> Array:
             dtype = accumulator_dtype(leaf.dtype)
-            if mask is not None:
-                rows = jnp.where(mask[:, None], rows, 0)
-            total = dot(weights.astype(dtype)[None, :], rows.astype(dtype))[0]
+            total = _matmul(weights.astype(dtype)[None, :], as_rows(leaf).astype(dtype))[0]
             return total.reshape(leaf.shape[1:]).astype(leaf.dtype)
 
-        return jax.tree.map(mix_leaf, updates)
+        return jax.tree.map(of_leaf, updates)
 
-    plain = mixed(None)
-    # 0 * Inf is NaN; only then are the rows of weight 0 masked, which costs a copy.
-    finite = jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(plain)]).all()
-    return lax.cond(finite, lambda: plain, lambda: mixed(weights != 0))
+    def careful(updates: Updates) -> Aggregate:
+        return map_leaves(lambda block: _careful_product(weights[None, :], block)[0], updates)
+
+    result = plain(updates)
+    # 0 * Inf is NaN, and a tiny weight of a huge message is 0 in float32; only then is there a second pass.
+    finite = jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(result)]).all()
+    tiny = (weights != 0) & (jnp.abs(weights) < _TINY_WEIGHT)
+    return lax.cond(finite & ~tiny.any(), lambda _: result, careful, updates)
+
+
+def mixtures(matrix: Array, updates: Updates) -> Updates:
+    """Returns sum_j M_ij x_j for every leaf and every row of a matrix [m, n]: leaves [m, ...].
+
+    As in `mix`, a message with a column of 0 has no influence. A row of M that is NaN gives a NaN mixture.
+    """
+
+    def of_leaf(leaf: Array) -> Array:
+        rows = _careful_product(matrix, as_rows(leaf))
+        return rows.reshape(matrix.shape[0], *leaf.shape[1:]).astype(leaf.dtype)
+
+    return jax.tree.map(of_leaf, updates)
+
+
+def _careful_product(matrix: Array, rows: Array) -> Array:
+    """M x, where a coefficient of 0 wins over Inf and NaN, and small coefficients of huge rows count."""
+    dtype = accumulator_dtype(rows.dtype)
+    left_out = jnp.isnan(matrix).any(axis=1)
+    matrix = jnp.where(left_out[:, None], 0, matrix)
+    largest = jnp.max(jnp.abs(matrix), axis=0)
+    shift = jnp.where((largest > 0) & (largest < _TINY_WEIGHT), _SHIFT, 1).astype(matrix.dtype)
+    rows = jnp.where(largest[:, None] > 0, rows, 0).astype(dtype) * shift.astype(dtype)[:, None]
+    product = _matmul((matrix / shift[None, :]).astype(dtype), rows)
+    return jnp.where(left_out[:, None], jnp.nan, product)

@@ -14,6 +14,8 @@ from jax import lax
 
 from cafcor_jax.types import Array
 
+_MOST_UNROLLED = 64
+
 
 @functools.cache
 def comparators(n: int) -> tuple[tuple[int, int], ...]:
@@ -44,10 +46,42 @@ def _stages(n: int) -> tuple[np.ndarray, np.ndarray]:
     return partner, partner >= np.arange(n)
 
 
+def sort_rows(block: Array) -> list[Array] | Array:
+    """Sorts every column of a block [n, b] in ascending order.
+
+    Up to `_MOST_UNROLLED` rows, row by row: a list of n arrays [b], of which the compiler computes only those
+    that are used. Beyond, where that would compile for minutes, as one array [n, b].
+
+    Args:
+      block: [n, b], without NaN.
+    """
+    n = block.shape[0]
+    if n > _MOST_UNROLLED:
+        return _sort_in_stages(block)
+    rows = list(block)
+    for low, high in comparators(n):
+        a, b = rows[low], rows[high]
+        # One comparison and two selections; `minimum` and `maximum` would look for NaN.
+        in_order = a < b
+        rows[low], rows[high] = jnp.where(in_order, a, b), jnp.where(in_order, b, a)
+    return rows
+
+
+def _sort_in_stages(rows: Array) -> Array:
+    """The network as a loop over its stages: a few dozen steps at any n, so that it compiles in no time."""
+
+    def stage(rows: Array, network: tuple[Array, Array]) -> tuple[Array, None]:
+        partner, is_low = network
+        other = rows[partner]
+        return jnp.where(is_low[:, None], jnp.minimum(rows, other), jnp.maximum(rows, other)), None
+
+    partner, is_low = _stages(rows.shape[0])
+    rows, _ = lax.scan(stage, rows, (jnp.asarray(partner), jnp.asarray(is_low)))
+    return rows
+
+
 def median_of_rows(block: Array, valid: Array) -> Array:
     """The lower median of the valid rows in every column.
-
-    The network runs as a loop over its stages: a few dozen steps at any n, so that it compiles in no time.
 
     Args:
       block: [n, b], finite.
@@ -59,13 +93,5 @@ def median_of_rows(block: Array, valid: Array) -> Array:
     n = block.shape[0]
     filler = jnp.where(jnp.cumsum(~valid) % 2 == 1, jnp.inf, -jnp.inf).astype(block.dtype)
     rows = jnp.where(valid[:, None], block, filler[:, None])
-
-    def stage(rows: Array, network: tuple[Array, Array]) -> tuple[Array, None]:
-        partner, is_low = network
-        other = rows[partner]
-        return jnp.where(is_low[:, None], jnp.minimum(rows, other), jnp.maximum(rows, other)), None
-
-    partner, is_low = _stages(n)
-    rows, _ = lax.scan(stage, rows, (jnp.asarray(partner), jnp.asarray(is_low)))
-    middle = rows[(n - 1) // 2]
+    middle = _sort_in_stages(rows)[(n - 1) // 2]
     return jnp.where(jnp.isfinite(middle), middle, 0)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from cafcor_jax.gram import gram, mix, num_workers
+from cafcor_jax.columns import accumulator_dtype, finite_workers, num_workers
+from cafcor_jax.gram import gram, in_float64, mix
 from cafcor_jax.types import Aggregate, Array, Updates
 
 
@@ -15,24 +20,46 @@ from cafcor_jax.types import Aggregate, Array, Updates
 class LinearRule:
     """A rule given by `weigh: G [n, n] -> w [n]`; it is an `Aggregator` itself.
 
-    `weigh` must give weight 0 to workers whose row of G is NaN (`valid_workers`).
+    `weigh` is called with a float64 matrix, inside `gram.in_float64`. It must give weight 0 to workers whose
+    row of G is NaN (`valid_workers`).
     """
 
     weigh: Callable[[Array], Array]
     num_byzantine: int
+    inner_products: Callable[[Updates], Array] = gram
+    """Makes G from the messages: `gram`, or `gram_about_origin` for a rule that uses their lengths."""
+    is_selection: bool = False
+    """Whether the weights are constant but for jumps, as those of a choice among workers are: derivatives
+    then pass by them, and the rule can be differentiated in reverse too."""
 
     def weights(self, updates: Updates) -> Array:
         """The weight of every worker, [n]."""
-        check_tolerance(num_workers(updates), self.num_byzantine)
-        return self.weigh(gram(updates))
-
-    def mix(self, weights: Array, updates: Updates) -> Aggregate:
-        """The aggregate of given weights: sum_i w_i x_i."""
-        return mix(weights, updates)
+        return self.with_weights(updates)[1]
 
     def __call__(self, updates: Updates) -> Aggregate:
         """Aggregates leaves [n, ...] to [...]."""
-        return self.mix(self.weights(updates), updates)
+        return self.with_weights(updates)[0]
+
+    def with_weights(self, updates: Updates) -> tuple[Aggregate, Array]:
+        """The aggregate and the weight of every worker in it."""
+        check_tolerance(num_workers(updates), self.num_byzantine)
+        dtype = functools.reduce(
+            jnp.promote_types, [accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(updates)]
+        )
+        with jax.enable_x64(True):
+            seen = lax.stop_gradient(updates) if self.is_selection else updates
+            weights = self.weigh(self.inner_products(seen))
+            return mix(weights, updates), weights.astype(dtype)
+
+
+gram_about_origin = functools.partial(gram, about_origin=True)
+
+
+@in_float64
+def only_validity(updates: Updates) -> Array:
+    """A stand-in for the Gram matrix, for rules that need to know no more than who is finite: 0, or NaN."""
+    finite = finite_workers(updates)
+    return jnp.where(finite[:, None] & finite[None, :], 0.0, jnp.nan)
 
 
 def check_num_byzantine(num_byzantine: int) -> None:
@@ -55,6 +82,22 @@ def valid_workers(gram: Array) -> Array:
     return jnp.isfinite(jnp.diagonal(gram))
 
 
+def without_invalid(gram: Array) -> Array:
+    """The Gram matrix with 0 in the rows and columns of invalid workers."""
+    return jnp.where(jnp.isnan(gram), 0, gram)
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raises unless a rule's option is a number above 0."""
+    if not value > 0:
+        raise ValueError(f"{name} is {value!r}; it must be above 0.")
+
+
+def uniform(chosen: Array) -> Array:
+    """Equal weights for the chosen workers [n], 0 for the others; all 0 if nobody is chosen."""
+    return chosen.astype(np.float64) / jnp.maximum(jnp.sum(chosen), 1).astype(np.float64)
+
+
 def mean(num_byzantine: int = 0) -> LinearRule:
     """The plain average of all finite messages: no defence, the baseline.
 
@@ -72,9 +115,6 @@ def mean(num_byzantine: int = 0) -> LinearRule:
       [2.0, 4.0]
     """
     check_num_byzantine(num_byzantine)
-
-    def weigh(gram: Array) -> Array:
-        valid = valid_workers(gram).astype(gram.dtype)
-        return valid / jnp.maximum(valid.sum(), 1)
-
-    return LinearRule(weigh, num_byzantine)
+    return LinearRule(
+        lambda gram: uniform(valid_workers(gram)), num_byzantine, only_validity, is_selection=True
+    )

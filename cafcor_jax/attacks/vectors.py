@@ -8,7 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from cafcor_jax.gram import accumulator_dtype, mix, num_workers
+from cafcor_jax.columns import accumulator_dtype, num_workers
+from cafcor_jax.gram import mix
 from cafcor_jax.types import Aggregate, Array, Attack, Updates
 
 

@@ -6,6 +6,7 @@ Plain and slow on purpose, and written from the paper, not from the package: no 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -77,3 +78,132 @@ def caf(x: np.ndarray, f: int, *, maximum_over_all: bool = False, max_steps: int
             break
     stop_margin = min(stop_margin, abs(c.sum() - (n - 2 * f)))
     return Caf(best_mean, best_weights, steps, gap, stop_margin, best_margin, min_value)
+
+
+def _distances(x: np.ndarray) -> np.ndarray:
+    """||x_i - x_j||, [n, n]."""
+    return np.linalg.norm(x[:, None] - x[None], axis=2)
+
+
+def krum_scores(x: np.ndarray, f: int) -> np.ndarray:
+    """The sum of squared distances to the n - f - 1 nearest others."""
+    squared = _distances(np.asarray(x, np.float64)) ** 2
+    n = len(x)
+    return np.array([np.sort(np.delete(squared[i], i))[: n - f - 1].sum() for i in range(n)])
+
+
+def krum(x: np.ndarray, f: int) -> np.ndarray:
+    """The message of the least score."""
+    return np.asarray(x, np.float64)[np.argmin(krum_scores(x, f))]
+
+
+def multi_krum(x: np.ndarray, f: int) -> np.ndarray:
+    """The mean of the n - f messages of the least scores."""
+    x = np.asarray(x, np.float64)
+    return x[np.argsort(krum_scores(x, f), kind="stable")[: len(x) - f]].mean(axis=0)
+
+
+def monna(x: np.ndarray, f: int, trusted: int) -> np.ndarray:
+    """The mean of the n - f messages nearest to a trusted one."""
+    x = np.asarray(x, np.float64)
+    order = np.argsort(np.linalg.norm(x - x[trusted], axis=1), kind="stable")
+    return x[order[: len(x) - f]].mean(axis=0)
+
+
+def _best_subset(x: np.ndarray, f: int, score) -> np.ndarray:
+    x = np.asarray(x, np.float64)
+    subsets = [list(subset) for subset in itertools.combinations(range(len(x)), len(x) - f)]
+    return x[min(subsets, key=lambda subset: score(x[subset]))].mean(axis=0)
+
+
+def mda(x: np.ndarray, f: int) -> np.ndarray:
+    """The mean of the n - f messages of the least diameter."""
+    return _best_subset(x, f, lambda chosen: _distances(chosen).max())
+
+
+def smea(x: np.ndarray, f: int) -> np.ndarray:
+    """The mean of the n - f messages whose covariance has the least top eigenvalue."""
+    return _best_subset(x, f, lambda chosen: np.linalg.norm(chosen - chosen.mean(axis=0), ord=2))
+
+
+def geometric_median(x: np.ndarray) -> np.ndarray:
+    """The minimiser of the sum of distances, by gradient steps of Weiszfeld's size and a line search."""
+    x = np.asarray(x, np.float64)
+    n = len(x)
+    # An optimum at a message: the unit vectors from it to the others sum to no more than its multiplicity.
+    for candidate in x:
+        away = x - candidate
+        length = np.linalg.norm(away, axis=1)
+        others = length > 0
+        pull = (away[others] / length[others, None]).sum(axis=0)
+        if np.linalg.norm(pull) <= n - others.sum():
+            return candidate
+    z = np.median(x, axis=0)
+    for _ in range(200_000):
+        inverse = 1 / np.maximum(np.linalg.norm(x - z, axis=1), 1e-300)
+        new = inverse @ x / inverse.sum()
+        if np.linalg.norm(new - z) <= 1e-15 * np.linalg.norm(x - z, axis=1).min():
+            break
+        z = new
+    return z
+
+
+def weiszfeld(x: np.ndarray, iterations: int, smoothing: float) -> np.ndarray:
+    """A fixed number of Weiszfeld steps from 0."""
+    x = np.asarray(x, np.float64)
+    z = np.zeros(x.shape[1])
+    for _ in range(iterations):
+        inverse = 1 / np.maximum(np.linalg.norm(x - z, axis=1), smoothing)
+        z = inverse @ x / inverse.sum()
+    return z
+
+
+def centered_clipping(x: np.ndarray, radius: float, iterations: int, count: int | None = None) -> np.ndarray:
+    """Steps by the mean of the clipped differences, from 0; the mean is over `count` workers."""
+    x = np.asarray(x, np.float64)
+    v = np.zeros(x.shape[1])
+    for _ in range(iterations):
+        away = x - v
+        length = np.linalg.norm(away, axis=1)
+        v = v + (away * np.minimum(1, radius / np.maximum(length, 1e-300))[:, None]).sum(axis=0) / (
+            count or len(x)
+        )
+    return v
+
+
+def median(x: np.ndarray) -> np.ndarray:
+    """The coordinate-wise median."""
+    return np.median(np.asarray(x, np.float64), axis=0)
+
+
+def trimmed_mean(x: np.ndarray, f: int) -> np.ndarray:
+    """The mean without the f largest and f smallest values of every coordinate."""
+    return np.sort(np.asarray(x, np.float64), axis=0)[f : len(x) - f].mean(axis=0)
+
+
+def meamed(x: np.ndarray, f: int) -> np.ndarray:
+    """The mean of the n - f values nearest to the median; of two equally near, the smaller."""
+    x = np.sort(np.asarray(x, np.float64), axis=0)
+    order = np.argsort(np.abs(x - np.median(x, axis=0)), axis=0, kind="stable")
+    return np.take_along_axis(x, order[: len(x) - f], axis=0).mean(axis=0)
+
+
+def nnm(x: np.ndarray, f: int) -> np.ndarray:
+    """Every message replaced by the mean of the n - f nearest to it."""
+    x = np.asarray(x, np.float64)
+    order = np.argsort(_distances(x), axis=1, kind="stable")
+    return np.stack([x[near[: len(x) - f]].mean(axis=0) for near in order])
+
+
+def clipped(x: np.ndarray, radius: float) -> np.ndarray:
+    """Longer messages shortened to the radius."""
+    x = np.asarray(x, np.float64)
+    length = np.linalg.norm(x, axis=1, keepdims=True)
+    return np.where(length > radius, x * (radius / np.maximum(length, 1e-300)), x)
+
+
+def arc(x: np.ndarray, f: int) -> np.ndarray:
+    """The floor(2 f (n - f) / n) longest messages shortened to the length of the next one."""
+    x = np.asarray(x, np.float64)
+    n = len(x)
+    return clipped(x, np.sort(np.linalg.norm(x, axis=1))[n - 2 * f * (n - f) // n - 1])
