@@ -87,19 +87,19 @@ def _geometric_median(gram: Array) -> Array:
     class Loop(NamedTuple):
         at: Array
         moved: Array
-        count: Array
+        steps: Array
 
     def step(loop: Loop) -> Loop:
         radius = jnp.hypot(jnp.sqrt(squared_distances_to(gram, loop.at)), smoothing)
         at = _normalised(jnp.where(valid, smoothing / radius, 0))
         change = at - loop.at
         moved = jnp.sqrt(jnp.maximum(dot(change, dot(gram, change)), 0))
-        return Loop(at, moved, loop.count + 1)
+        return Loop(at, moved, loop.steps + 1)
 
     start = _normalised(jnp.where(valid, 1 / jnp.maximum(middle, smoothing), 0))
     loop = Loop(start, jnp.array(jnp.inf, gram.dtype), jnp.int32(0))
     return lax.while_loop(
-        lambda loop: (loop.moved > _TOLERANCE * typical) & (loop.count < _MAX_STEPS), step, loop
+        lambda loop: (loop.moved > _TOLERANCE * typical) & (loop.steps < _MAX_STEPS), step, loop
     ).at
 
 

@@ -102,7 +102,7 @@ def monna(num_byzantine: int, *, trusted: int = 0) -> LinearRule:
 
 
 def num_kept(valid: Array, num_byzantine: int) -> Array:
-    """How many to keep: n - f; invalid workers use up the f, and if they are more than that, all valid ones are kept."""
+    """How many to keep: n - f, since invalid workers use up the f; all valid ones if there are fewer."""
     return jnp.minimum(valid.shape[0] - num_byzantine, jnp.sum(valid))
 
 
