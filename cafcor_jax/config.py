@@ -148,6 +148,12 @@ class Config:
         group="Workers and attack",
         choices=aggregators.BY_NAME,
     )
+    pre_aggregator: str = _field(
+        "none",
+        "What the server does to the updates before it combines them.",
+        group="Workers and attack",
+        choices=("none", *aggregators.mixing.BY_NAME),
+    )
 
     threat_model: str = _field(
         "byzldp",

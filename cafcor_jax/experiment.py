@@ -146,6 +146,8 @@ class Summary:
       honest_weight: share of the aggregate's weight on honest workers, mean over rounds; NaN for a rule
         without weights.
       honest_share: of all workers.
+      rounds_beyond_f: rounds in which more messages than f were not finite, so that nothing was left to
+        filter with.
       params_sha256: of the final parameters: equal for runs that are equal to the last bit.
       workdir: where everything is.
     """
@@ -161,6 +163,7 @@ class Summary:
     seconds: float
     honest_weight: float
     honest_share: float
+    rounds_beyond_f: int
     params_sha256: str
     workdir: str
 
@@ -187,6 +190,11 @@ class Summary:
                 f"malicious workers got {1 - self.honest_weight:.1%} of the weight on average "
                 f"({1 - self.honest_share:.1%} of the workers are malicious)"
             )
+        if self.rounds_beyond_f:
+            filtering += (
+                f"; in {self.rounds_beyond_f} rounds more than f messages were not finite, "
+                "and the others were aggregated with no defence left"
+            )
         speed = self.rounds / max(self.seconds, 1e-9)
         return "\n".join(
             [
@@ -207,7 +215,12 @@ def title(config: Config) -> str:
     if config.num_byzantine:
         workers += f", {config.num_byzantine} malicious (attack {config.attack})"
     private = config.threat_model if config.private else "no privacy"
-    return f"{config.dataset}: {workers}, aggregator {config.aggregator}, {private}"
+    rule = (
+        config.aggregator
+        if config.pre_aggregator == "none"
+        else f"{config.pre_aggregator} + {config.aggregator}"
+    )
+    return f"{config.dataset}: {workers}, aggregator {rule}, {private}"
 
 
 def build(config: Config, *, progress: Progress | None = None) -> Experiment:
@@ -244,7 +257,7 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
         plan = _plan(config, int(federated.sizes.min()))
         model = models.cnn(mean=dataset.mean, std=dataset.std, num_classes=dataset.num_classes)
         factor = {} if config.attack_factor is None else {"factor": config.attack_factor}
-        aggregator = aggregators.BY_NAME[config.aggregator](num_byzantine=config.num_byzantine)
+        aggregator = _aggregator(config)
         attack = attacks.BY_NAME[config.attack](**factor)
         augment = random_flip if dataset.flip else None
         rounds = federation(
@@ -464,8 +477,19 @@ def _row(round: int, info: Info, index: int, spent: np.ndarray, seconds: float) 
         "clipped": float(info.clipped[index]),
         "deviation": float(info.deviation[index]),
         "honest_weight": float(info.honest_weight[index]),
+        "not_finite": int(info.not_finite[index]),
         "seconds": seconds,
     }
+
+
+def _aggregator(config: Config) -> Aggregator:
+    n, f = config.num_workers, config.num_byzantine
+    rule: Aggregator = aggregators.BY_NAME[config.aggregator](num_byzantine=f)
+    if config.pre_aggregator != "none":
+        rule = aggregators.compose(aggregators.mixing.BY_NAME[config.pre_aggregator](num_byzantine=f), rule)
+    # A rule knows only when it is called whether it can do with so many workers.
+    jax.eval_shape(rule, jax.ShapeDtypeStruct((n, 1), np.float32))
+    return rule
 
 
 def _check_budget(plan: privacy.PrivacyPlan, spent: np.ndarray, round: int) -> None:
@@ -531,6 +555,7 @@ def _finish(experiment: Experiment, folder: Workdir, params: PyTree) -> Summary:
         seconds=float(metrics["seconds"].sum()),
         honest_weight=float(metrics["honest_weight"].mean()),
         honest_share=config.num_honest / config.num_workers,
+        rounds_beyond_f=int((metrics["not_finite"] > config.num_byzantine).sum()),
         params_sha256=digest(params),
         workdir=config.workdir,
     )

@@ -18,6 +18,7 @@ from jax import lax
 from cafcor_jax import clipping, noise, secrets
 from cafcor_jax.aggregators import LinearRule
 from cafcor_jax.attacks.vectors import honest_mean
+from cafcor_jax.columns import finite_workers
 from cafcor_jax.privacy import PrivacyPlan
 from cafcor_jax.types import Aggregator, Array, Attack, PyTree, Updates
 
@@ -51,6 +52,7 @@ class Info(NamedTuple):
     deviation: Array  # distance of the aggregate from the mean of the honest messages
     honest_weight: Array  # total weight of honest workers in the aggregate; NaN for rules without weights
     weights: Array  # [n]; NaN for rules without weights
+    not_finite: Array  # how many messages were not finite; with more than f the result is not robust
 
 
 class Federation(NamedTuple):
@@ -172,6 +174,7 @@ def federation(
             deviation=optax.global_norm(jax.tree.map(jnp.subtract, aggregate, honest_mean(honest))),
             honest_weight=weights[:h].sum(),
             weights=weights,
+            not_finite=jnp.sum(~finite_workers(messages), dtype=jnp.int32),
         )
         return State(params, honest, opt_state, state.round + 1), info
 

@@ -19,14 +19,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cafcor_jax.columns import accumulator_dtype, as_rows, fold_columns, map_leaves, num_workers, row_groups
+from cafcor_jax.columns import (
+    accumulator_dtype,
+    as_rows,
+    finite_workers,
+    fold_columns,
+    map_leaves,
+    num_workers,
+    row_groups,
+)
 from cafcor_jax.sorting import median_of_rows
 from cafcor_jax.types import Aggregate, Array, Updates
 
@@ -67,6 +75,31 @@ def float64_inside(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return jax.tree.map(lambda x: x.astype(dtype) if x.dtype == np.float64 else x, result)
 
     return wrapped
+
+
+def batched_in_float64(function: Callable[..., _R]) -> Callable[..., _R]:
+    """Like `in_float64`, also where `vmap` comes after the function was traced, as in vmap(jit(f))."""
+    batchable = jax.custom_batching.custom_vmap(in_float64(function))
+
+    @batchable.def_vmap
+    def batch(size: int, batched: list[Any], *args: Any) -> tuple[_R, Any]:
+        del size
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
+        result = in_float64(jax.vmap(function, in_axes=axes))(*args)
+        return result, jax.tree.map(lambda _: True, result)
+
+    return batchable
+
+
+def differentiated_in_float64(function: Callable[..., _R]) -> Callable[..., _R]:
+    """Like `batched_in_float64`, also for derivatives in forward mode, as in jvp(jit(f))."""
+    differentiable = jax.custom_jvp(batched_in_float64(function))
+
+    @differentiable.defjvp
+    def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[_R, _R]:
+        return in_float64(jax.jvp)(function, primals, tangents)
+
+    return differentiable
 
 
 def _matmul(a: Array, b: Array) -> Array:
@@ -135,7 +168,7 @@ def _plain_gram(groups: list[Array]) -> tuple[Array, Array]:
     gram = _summed_products(groups, lambda block: block, product_dtype)
     norms = jnp.diagonal(gram)
     n = gram.shape[0]
-    # The n // 2 nearest of an honest row are never all malicious, so the honest majority decides this.
+    # An honest row has n // 2 other honest ones at least, so the honest majority decides this.
     spread = jnp.median(jnp.sort(squared_distances(gram), axis=1)[:, n // 2])
     typical = jnp.median(norms)
     in_float32 = any(product_dtype(group) == np.float32 for group in groups)
@@ -183,9 +216,8 @@ def gram(updates: Updates, *, about_origin: bool = False) -> Array:
     num_workers(updates)
     groups = row_groups(updates)
     plain, trusted = _plain_gram(groups)
-    if about_origin:
-        return lax.cond(jnp.isfinite(plain).all(), lambda _: plain, _gram_about_origin, groups)
-    return lax.cond(trusted, lambda _: plain, _robust_gram, groups)
+    robust = _gram_about_origin if about_origin else _robust_gram
+    return lax.cond(trusted, lambda _: plain, robust, groups)
 
 
 def _gram_about_origin(groups: list[Array]) -> Array:
@@ -204,7 +236,7 @@ def squared_distances(gram: Array) -> Array:
     return jnp.maximum(norms[:, None] + norms[None, :] - 2 * gram, 0)
 
 
-def mix(weights: Array, updates: Updates) -> Aggregate:
+def mix(weights: Array, updates: Updates, *, all_finite: Array | bool | None = None) -> Aggregate:
     """Returns sum_i w_i x_i for every leaf: the second pass.
 
     A message of weight 0 has no influence, be it Inf or NaN.
@@ -212,6 +244,8 @@ def mix(weights: Array, updates: Updates) -> Aggregate:
     Args:
       weights: [n].
       updates: leaves [n, ...].
+      all_finite: whether all messages are finite, where that is known; otherwise it is found out, by a look
+        at every message.
 
     Returns:
       A pytree with leaves [...].
@@ -228,11 +262,11 @@ def mix(weights: Array, updates: Updates) -> Aggregate:
     def careful(updates: Updates) -> Aggregate:
         return map_leaves(lambda block: _careful_product(weights[None, :], block)[0], updates)
 
-    result = plain(updates)
-    # 0 * Inf is NaN, and a tiny weight of a huge message is 0 in float32; only then is there a second pass.
-    finite = jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(result)]).all()
+    if all_finite is None:
+        all_finite = finite_workers(updates).all()
+    # 0 * Inf is NaN, and a tiny weight of a huge message is 0 in float32.
     tiny = (weights != 0) & (jnp.abs(weights) < _TINY_WEIGHT)
-    return lax.cond(finite & ~tiny.any(), lambda _: result, careful, updates)
+    return lax.cond(all_finite & ~tiny.any(), plain, careful, updates)
 
 
 def mixtures(matrix: Array, updates: Updates) -> Updates:

@@ -52,6 +52,7 @@ COLUMNS = (
     "clipped",
     "deviation",
     "honest_weight",
+    "not_finite",
     "seconds",
 )
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from cafcor_jax import experiment, models, privacy
+from cafcor_jax import aggregators, experiment, models, privacy
 from cafcor_jax.config import Config
 from cafcor_jax.data import synthetic
 from cafcor_jax.errors import UserError
@@ -297,6 +297,27 @@ def test_a_batch_larger_than_a_worker_is_refused(tmp_path, changes, words):
         experiment.build(make(tmp_path, **changes))
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"aggregator": "smea", "num_workers": 60, "num_byzantine": 20}, "SMEA looks at each of them"),
+        ({"pre_aggregator": "bucketing", "num_byzantine": 2}, "num_byzantine = 2 of n = 3 workers"),
+    ],
+)
+def test_a_rule_that_cannot_do_with_so_many_workers_is_refused(tmp_path, changes, words):
+    with pytest.raises(UserError, match=words):
+        experiment.build(make(tmp_path / "run", **changes))
+
+
+def test_a_pre_aggregation_comes_before_the_rule(tmp_path):
+    config = make(tmp_path / "run", pre_aggregator="nnm", aggregator="median")
+    assert "aggregator nnm + median" in experiment.title(config)
+    built = experiment.build(config)
+    x = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
+    want = aggregators.median()(aggregators.nnm(num_byzantine=1)(x))
+    np.testing.assert_allclose(built.aggregator(x), want)
 
 
 def test_what_a_part_refuses_is_the_users_to_change(tmp_path, monkeypatch):

@@ -202,6 +202,7 @@ def test_malicious_garbage_does_not_break_a_round(params, data, bad):
         state, info = step(jax.random.key(0), state, data)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
     assert info.honest_weight == pytest.approx(1.0)
+    assert info.not_finite == (F if np.isnan(bad) else 0)
 
 
 def test_example_level_is_used_when_the_plan_says_so(params, data):

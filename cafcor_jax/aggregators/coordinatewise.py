@@ -7,6 +7,7 @@ their number of messages only at run time in that case, and at compile time in a
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -39,13 +40,18 @@ class CoordinatewiseRule:
         n = num_workers(updates)
         check_tolerance(n, self.num_byzantine)
         finite = finite_workers(updates)
+        # The sum of n numbers near the largest float would overflow; a power of two changes no digit.
+        shrink = 2.0 ** -math.ceil(math.log2(n))
+
+        def aggregate(block: Array, count: Count, f: Count) -> Array:
+            block = block.astype(accumulator_dtype(block.dtype)) * shrink
+            rows = sort_rows(block)
+            if isinstance(rows, list) and not isinstance(count, int):
+                rows = jnp.stack(rows)
+            return self.combine(rows, count, f) / shrink
 
         def plain(updates: Updates) -> Aggregate:
-            def of_block(block: Array) -> Array:
-                rows = sort_rows(block.astype(accumulator_dtype(block.dtype)))
-                return self.combine(rows, n, self.num_byzantine)
-
-            return map_leaves(of_block, updates)
+            return map_leaves(lambda block: aggregate(block, n, self.num_byzantine), updates)
 
         def without_invalid(updates: Updates) -> Aggregate:
             count = jnp.sum(finite, dtype=jnp.int32)
@@ -53,8 +59,7 @@ class CoordinatewiseRule:
 
             def of_block(block: Array) -> Array:
                 block = jnp.where(finite[:, None], block, jnp.inf)
-                rows = jnp.stack(sort_rows(block.astype(accumulator_dtype(block.dtype))))
-                return jnp.where(count > 0, self.combine(rows, count, f), 0)
+                return jnp.where(count > 0, aggregate(block, count, f), 0)
 
             return map_leaves(of_block, updates)
 
@@ -145,8 +150,7 @@ def _over(total: Array, count: Count) -> Array:
 
 
 def _median(rows: Rows, count: Count) -> Array:
-    # Halved first: the sum of two large numbers may overflow.
-    return 0.5 * rows[(count - 1) // 2] + 0.5 * rows[count // 2]
+    return (rows[(count - 1) // 2] + rows[count // 2]) / 2
 
 
 def _meamed(rows: Rows, count: Count, f: Count) -> Array:

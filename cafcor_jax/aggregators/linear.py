@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from cafcor_jax.columns import accumulator_dtype, finite_workers, num_workers
-from cafcor_jax.gram import gram, in_float64, mix
+from cafcor_jax.gram import batched_in_float64, differentiated_in_float64, gram, in_float64, mix
 from cafcor_jax.types import Aggregate, Array, Updates
 
 
@@ -43,13 +44,25 @@ class LinearRule:
     def with_weights(self, updates: Updates) -> tuple[Aggregate, Array]:
         """The aggregate and the weight of every worker in it."""
         check_tolerance(num_workers(updates), self.num_byzantine)
+        updates = jax.tree.map(jnp.asarray, updates)
         dtype = functools.reduce(
             jnp.promote_types, [accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(updates)]
         )
+
+        def weigh(updates: Updates) -> tuple[Array, Array]:
+            products = self.inner_products(updates)
+            return self.weigh(products), valid_workers(products).all()
+
+        def weigh_and_mix(updates: Updates) -> tuple[Aggregate, Array]:
+            weights, all_finite = weigh(updates)
+            return mix(weights, updates, all_finite=all_finite), weights.astype(dtype)
+
+        if not self.is_selection:
+            return differentiated_in_float64(weigh_and_mix)(updates)
+        # The weights have no derivative, so what is differentiated, in either mode, is only the mixing.
+        weights, all_finite = batched_in_float64(weigh)(lax.stop_gradient(updates))
         with jax.enable_x64(True):
-            seen = lax.stop_gradient(updates) if self.is_selection else updates
-            weights = self.weigh(self.inner_products(seen))
-            return mix(weights, updates), weights.astype(dtype)
+            return mix(weights, updates, all_finite=all_finite), weights.astype(dtype)
 
 
 gram_about_origin = functools.partial(gram, about_origin=True)
@@ -88,9 +101,9 @@ def without_invalid(gram: Array) -> Array:
 
 
 def check_positive(name: str, value: float) -> None:
-    """Raises unless a rule's option is a number above 0."""
-    if not value > 0:
-        raise ValueError(f"{name} is {value!r}; it must be above 0.")
+    """Raises unless a rule's option is a finite number above 0."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be a finite number above 0.")
 
 
 def uniform(chosen: Array) -> Array:

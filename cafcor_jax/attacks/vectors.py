@@ -16,7 +16,7 @@ from cafcor_jax.types import Aggregate, Array, Attack, Updates
 def honest_mean(honest: Updates) -> Aggregate:
     """The mean over honest workers, as a matrix product (on a CPU much faster than `mean(0)`)."""
     h = num_workers(honest)
-    return mix(jnp.full(h, 1 / h), honest)
+    return mix(jnp.full(h, 1 / h), honest, all_finite=True)
 
 
 def honest_std(honest: Updates, mean: Aggregate) -> Aggregate:
@@ -28,7 +28,7 @@ def honest_std(honest: Updates, mean: Aggregate) -> Aggregate:
         dtype = accumulator_dtype(rows.dtype)  # a square overflows float16 from 256 on
         return (rows.astype(dtype) - centre.astype(dtype)) ** 2
 
-    variances = mix(weights, jax.tree.map(square, honest, mean))
+    variances = mix(weights, jax.tree.map(square, honest, mean), all_finite=True)
     return jax.tree.map(lambda variance, m: jnp.sqrt(variance).astype(m.dtype), variances, mean)
 
 

@@ -223,8 +223,9 @@ def test_strict_promotion(name):
 def test_vmap_over_seeds(name):
     x = np.stack([messages(seed) for seed in range(3)])
     x[1, 0] = np.inf  # the batch needs both ways through the computation
-    got = jax.jit(jax.vmap(build(name)))(x)
-    np.testing.assert_allclose(got, np.stack([jitted(name)(batch) for batch in x]), atol=1e-5)
+    want = np.stack([jitted(name)(batch) for batch in x])
+    np.testing.assert_allclose(jax.jit(jax.vmap(build(name)))(x), want, atol=1e-5)
+    np.testing.assert_allclose(jax.vmap(jitted(name))(x), want, atol=1e-5)
 
 
 @each_rule
@@ -246,6 +247,8 @@ def test_derivatives(name):
         want = (rule(x + step * direction) - rule(x - step * direction)) / (2 * step)
         _, got = jax.jvp(rule, (jnp.asarray(x),), (jnp.asarray(direction),))
         np.testing.assert_allclose(got, want, atol=1e-6)
+        single = jax.jvp(jitted(name), (jnp.float32(x),), (jnp.float32(direction),))[1]
+        np.testing.assert_allclose(single, want, atol=1e-4)
         if RULES[name].is_reversible:
             gradient = jax.grad(lambda x: jnp.sum(rule(x) * out))(jnp.asarray(x))
             np.testing.assert_allclose(jnp.sum(gradient * direction), jnp.sum(want * out), rtol=1e-5)
