@@ -18,7 +18,7 @@ PYTEST_ARGS ?=
 .PHONY: help train quickstart test lint format install install-dev clean
 
 help:
-	@echo "make quickstart   a small private and robust run on synthetic data, under a minute"
+	@echo "make quickstart   a small private and robust run on synthetic data, under 30 seconds"
 	@echo "make train        train CafCor under ByzLDP on MNIST (100 workers, 10 malicious)"
 	@echo "make test         check style and types, then run all tests"
 	@echo "make lint         check style and types only"
@@ -35,7 +35,7 @@ quickstart: install
 
 # pytest comes last, so that its summary is the last line printed.
 test: lint
-	@$(VPYTHON) -m pytest $(PYTEST_ARGS)
+	@$(VPYTHON) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 lint: install-dev
 	@$(VPYTHON) -m ruff check --quiet .

@@ -47,7 +47,7 @@ def run(main: Callable[[config.Config], int | None], *, doc: str | None = None) 
         logging.set_verbosity(logging.WARNING)  # JAX and Orbax tell things that are of no use to a person.
         return parse_flags(argv)
 
-    sys.exit(_status(lambda: app.run(main, flags_parser=parse)))
+    sys.exit(status(lambda: app.run(main, flags_parser=parse)))
 
 
 def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> config.Config:
@@ -72,7 +72,7 @@ def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS
     try:
         rest = flag_values([argv[0], *(f"--flagfile={file}" for file in files), *others])
     except flags.Error as error:
-        raise UserError(_sentence(str(error))) from None
+        raise UserError(sentence(str(error))) from None
     if len(rest) > 1:
         raise UserError(f"{rest[1]!r} is not a flag: flags are written --name=value.")
     return config.from_flags(flag_values)
@@ -122,7 +122,7 @@ def _entry(flag: str, text: str, width: int) -> Iterator[str]:
         yield " " * indent + line
 
 
-def _status(call: Callable[[], object]) -> int:
+def status(call: Callable[[], object]) -> int:
     """Calls, and turns what the user can put right into a sentence and an exit status."""
     try:
         call()
@@ -167,7 +167,7 @@ def _check_readable(file: str) -> None:
         raise UserError(f"The flagfile {file!r} is not a text file.") from None
 
 
-def _sentence(message: str) -> str:
+def sentence(message: str) -> str:
     """The message of absl on one line, without its shouting."""
     message = " ".join(message.replace("ERROR::", "").split())
     return message if message.endswith((".", "?", "!")) else f"{message}."

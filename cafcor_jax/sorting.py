@@ -57,7 +57,7 @@ def sort_rows(block: Array) -> list[Array] | Array:
     """
     n = block.shape[0]
     if n > _MOST_UNROLLED:
-        return _sort_in_stages(block)
+        return sort_rows_in_stages(block)
     rows = list(block)
     for low, high in comparators(n):
         a, b = rows[low], rows[high]
@@ -67,7 +67,7 @@ def sort_rows(block: Array) -> list[Array] | Array:
     return rows
 
 
-def _sort_in_stages(rows: Array) -> Array:
+def sort_rows_in_stages(rows: Array) -> Array:
     """The network as a loop over its stages: a few dozen steps at any n, so that it compiles in no time."""
 
     def stage(rows: Array, network: tuple[Array, Array]) -> tuple[Array, None]:
@@ -93,5 +93,5 @@ def median_of_rows(block: Array, valid: Array) -> Array:
     n = block.shape[0]
     filler = jnp.where(jnp.cumsum(~valid) % 2 == 1, jnp.inf, -jnp.inf).astype(block.dtype)
     rows = jnp.where(valid[:, None], block, filler[:, None])
-    middle = _sort_in_stages(rows)[(n - 1) // 2]
+    middle = sort_rows_in_stages(rows)[(n - 1) // 2]
     return jnp.where(jnp.isfinite(middle), middle, 0)

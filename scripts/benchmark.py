@@ -97,7 +97,7 @@ def read_flags(argv: Sequence[str]) -> flags.FlagValues:
     try:
         rest = values(argv)
     except flags.Error as error:
-        raise UserError(cli._sentence(str(error))) from None
+        raise UserError(cli.sentence(str(error))) from None
     if len(rest) > 1:
         raise UserError(f"{rest[1]!r} is not a flag: flags are written --name=value.")
     for name, least in (("n", 1), ("f", 0), ("dims", 1)):
@@ -484,4 +484,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli._status(lambda: main(sys.argv)))
+    sys.exit(cli.status(lambda: main(sys.argv)))

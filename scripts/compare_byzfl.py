@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         rest = values(argv)
     except flags.Error as error:
-        raise UserError(cli._sentence(str(error))) from None
+        raise UserError(cli.sentence(str(error))) from None
     if len(rest) > 1:
         raise UserError(f"{rest[1]!r} is not a flag: flags are written --name=value.")
     byzfl = load_byzfl()
@@ -180,4 +180,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli._status(lambda: sys.exit(main(sys.argv))))
+    sys.exit(cli.status(lambda: sys.exit(main(sys.argv))))

@@ -27,7 +27,7 @@ def call(benchmark, capsys):
     """Runs the script: its status, what it printed, and its errors. Later flags win over `SMALL`."""
 
     def run(*arguments):
-        status = cli._status(lambda: benchmark.main(["benchmark.py", *SMALL, *map(str, arguments)]))
+        status = cli.status(lambda: benchmark.main(["benchmark.py", *SMALL, *map(str, arguments)]))
         return status, *capsys.readouterr()
 
     return run

@@ -115,14 +115,14 @@ def _raise(error):
     ids=repr,
 )
 def test_what_the_user_can_put_right_is_one_line(error, status, err, capsys):
-    assert cli._status(lambda: _raise(error)) == status
+    assert cli.status(lambda: _raise(error)) == status
     assert capsys.readouterr().err == err
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), ValueError("a bug"), SystemExit(5)], ids=repr)
 def test_anything_else_passes(error):
     with pytest.raises(type(error)):
-        cli._status(lambda: _raise(error))
+        cli.status(lambda: _raise(error))
 
 
 SCRIPT = '''"""Prints the seed."""

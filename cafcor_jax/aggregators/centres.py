@@ -113,11 +113,11 @@ def _geometric_median(gram: Array) -> Array:
         system = total * jnp.eye(n, dtype=gram.dtype) - about_z * scale[:, None] * scale[None, :]
         newton = scale * jnp.linalg.solve(system, jnp.where(valid, jnp.sqrt(radius), 0))
 
-        halvings = 2.0 ** -jnp.arange(12, dtype=gram.dtype)
-        steps = jnp.concatenate([newton[:, None] * halvings, weiszfeld[:, None] / halvings[:6]], axis=1)
+        halvings = 2.0 ** -jnp.arange(12, dtype=gram.dtype)[None, :]
+        steps = jnp.concatenate([newton[:, None] * halvings, weiszfeld[:, None] / halvings[:, :6]], axis=1)
         # The change of sum_i r_i, not as a difference of sums: one message may outweigh all the others.
         along = dot(about_z, steps)
-        more = jnp.sum(steps * along, axis=0) - 2 * along
+        more = jnp.sum(steps * along, axis=0, keepdims=True) - 2 * along
         after = jnp.sqrt(jnp.maximum(squared[:, None] + more, 0))
         change_of_sum = jnp.sum(jnp.where(valid[:, None], more / (radius[:, None] + after), 0), axis=0)
         # Near the end rounding hides which is lowest; Newton's whole step, the first, is then the best.

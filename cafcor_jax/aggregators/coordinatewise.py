@@ -15,7 +15,7 @@ from jax import lax
 
 from cafcor_jax.aggregators.linear import check_num_byzantine, check_tolerance
 from cafcor_jax.columns import accumulator_dtype, finite_workers, map_leaves, num_workers
-from cafcor_jax.sorting import sort_rows
+from cafcor_jax.sorting import sort_rows, sort_rows_in_stages
 from cafcor_jax.types import Aggregate, Array, Updates
 
 #: A number that is known when the code is compiled, or only when it runs.
@@ -43,23 +43,22 @@ class CoordinatewiseRule:
         # The sum of n numbers near the largest float would overflow; a power of two changes no digit.
         shrink = 2.0 ** -math.ceil(math.log2(n))
 
-        def aggregate(block: Array, count: Count, f: Count) -> Array:
-            block = block.astype(accumulator_dtype(block.dtype)) * shrink
-            rows = sort_rows(block)
-            if isinstance(rows, list) and not isinstance(count, int):
-                rows = jnp.stack(rows)
-            return self.combine(rows, count, f) / shrink
+        def shrunk(block: Array) -> Array:
+            return block.astype(accumulator_dtype(block.dtype)) * shrink
 
         def plain(updates: Updates) -> Aggregate:
-            return map_leaves(lambda block: aggregate(block, n, self.num_byzantine), updates)
+            def of_block(block: Array) -> Array:
+                return self.combine(sort_rows(shrunk(block)), n, self.num_byzantine) / shrink
+
+            return map_leaves(of_block, updates)
 
         def without_invalid(updates: Updates) -> Aggregate:
             count = jnp.sum(finite, dtype=jnp.int32)
             f = jnp.maximum(self.num_byzantine - (n - count), 0)
 
             def of_block(block: Array) -> Array:
-                block = jnp.where(finite[:, None], block, jnp.inf)
-                return jnp.where(count > 0, aggregate(block, count, f), 0)
+                rows = sort_rows_in_stages(jnp.where(finite[:, None], shrunk(block), jnp.inf))
+                return jnp.where(count > 0, self.combine(rows, count, f) / shrink, 0)
 
             return map_leaves(of_block, updates)
 

@@ -153,8 +153,8 @@ def bucketing(num_byzantine: int = 0, *, bucket_size: int = 2, seed: int = 0) ->
         place = np.random.default_rng(seed).permutation(n) // bucket_size
         member = place[None, :] == np.arange(-(-n // bucket_size))[:, None]
         member = member & valid_workers(gram)[None, :]
-        # An empty bucket is 0 / 0: left out.
-        return member.astype(gram.dtype) / jnp.sum(member, axis=1, keepdims=True).astype(gram.dtype)
+        count = jnp.sum(member, axis=1, keepdims=True).astype(gram.dtype)
+        return jnp.where(count > 0, member.astype(gram.dtype) / jnp.maximum(count, 1), jnp.nan)
 
     return Mixing(matrix, is_selection=True)
 

@@ -177,7 +177,7 @@ def test_a_leaf_of_no_columns(name):
 
 
 @each_rule
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_dtype_in_is_dtype_out(name, dtype):
     """Half precision is accumulated in float32: the result is the definition's, rounded once."""
     x = jnp.asarray(messages(), dtype)
@@ -202,12 +202,14 @@ def test_mixed_dtypes(name):
 def test_float64(name, scale):
     x = np.random.default_rng(0).normal(size=(N, D)) * scale
     with jax.enable_x64(True):
-        got = jax.jit(build(name))(jnp.asarray(x))
+        got = jitted(name)(jnp.asarray(x))
         assert got.dtype == jnp.float64
         np.testing.assert_allclose(np.asarray(got) / scale, RULES[name].definition(x, F) / scale, atol=1e-12)
 
 
-@each_rule
+@pytest.mark.parametrize(
+    "name", ["mean", "caf", "geometric_median", "median"]
+)  # one of each kind: it is slow
 def test_without_jit(name):
     x = messages()
     np.testing.assert_allclose(build(name)(x), jitted(name)(x), atol=1e-6)
@@ -236,13 +238,16 @@ def test_in_a_scan(name):
     np.testing.assert_allclose(got, np.stack([jitted(name)(batch) for batch in x]), atol=1e-6)
 
 
-@each_rule
+@pytest.mark.parametrize("name", ["mean", "caf", "krum", "geometric_median", "centered_clipping", "meamed"])
 def test_derivatives(name):
-    """Forward mode for every rule, reverse mode for those that have it, against differences in float64."""
+    """Forward mode, and reverse mode for rules that have it, against differences in float64.
+
+    One rule of each kind: it is slow.
+    """
     rng = np.random.default_rng(0)
     x, direction, out = messages().astype(np.float64), rng.normal(size=(N, D)), rng.normal(size=D)
     with jax.enable_x64(True):
-        rule = jax.jit(build(name))
+        rule = jitted(name)
         step = 1e-5
         want = (rule(x + step * direction) - rule(x - step * direction)) / (2 * step)
         _, got = jax.jvp(rule, (jnp.asarray(x),), (jnp.asarray(direction),))

@@ -17,7 +17,7 @@ from tests.aggregators import messages, reference
 from tests.aggregators.test_conformance import RULES, build
 
 # Few shapes, since each one is a compilation for every rule: (n, d, f).
-SHAPES = [(6, 3, 2), (11, 20, 5)]
+SHAPES = [(6, 3, 2), (9, 20, 4)]
 
 # CAF has a test of its own: where two eigenvalues are equal its definition has no single answer.
 NAMES = [name for name in RULES if name != "caf"]
@@ -55,7 +55,7 @@ def test_many_workers(name, count):
 
 
 @pytest.mark.parametrize("name", ["median", "trimmed_mean", "meamed"])
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8, 9, 16, 17, 30])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 16, 30])
 def test_ties_and_small_numbers(name, n):
     """Few different values: the sorting network and the choice among equals."""
     f = (n - 1) // 2
@@ -82,12 +82,11 @@ def test_geometric_median_of_points_on_a_line(kind):
     """Odd: the middle point, where the sum of distances has a corner."""
     x = {"sorted": np.arange(7.0), "reversed": -np.arange(7.0), "random": np.array([3, 1, 4, 1.5, 9, 2.6, 5])}
     points = x[kind][:, None].astype(np.float32)
-    got = geometric_median(3)(points)
+    got = jitted("geometric_median", 7, 3)(points)
     np.testing.assert_allclose(got, np.median(points, axis=0), atol=1e-5)
 
 
-@pytest.mark.parametrize("iterations", [1, 3, 50])
-@pytest.mark.parametrize("smoothing", [1e-3, 0.1, 10.0])
+@pytest.mark.parametrize("iterations, smoothing", [(1, 0.1), (3, 0.1), (3, 10.0), (50, 1e-3)])
 def test_geometric_median_in_a_fixed_number_of_steps(iterations, smoothing):
     x = np.random.default_rng(0).normal(size=(9, 5)).astype(np.float32) + 1
     got = geometric_median(2, iterations=iterations, smoothing=smoothing)(x)
@@ -111,7 +110,7 @@ def test_derivatives_where_a_distance_is_zero(name, kind):
     x = {"a zero": np.vstack([x[:4], 0 * x[4:]]), "equal": x[[0] * 5], "one": x[:1], "two": x[:2]}[kind]
     _, got = jax.jvp(jitted(name, len(x), 0), (jnp.asarray(x),), (jnp.ones_like(x),))
     assert np.isfinite(got).all()
-    if name == "geometric_median":
+    if name == "geometric_median" and kind != "two":  # of two messages every point between them is one
         np.testing.assert_allclose(got, 1, rtol=1e-3)
 
 
