@@ -35,7 +35,7 @@ quickstart: install
 
 # pytest comes last, so that its summary is the last line printed.
 test: lint
-	@$(VPYTHON) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	@$(VPYTHON) -m pytest -n 2 $(PYTEST_ARGS)
 
 lint: install-dev
 	@$(VPYTHON) -m ruff check --quiet .

@@ -40,9 +40,9 @@ def _stages(n: int) -> tuple[np.ndarray, np.ndarray]:
     partners: list[np.ndarray] = []
     for low, high in comparators(n):
         if not partners or partners[-1][low] != low or partners[-1][high] != high:
-            partners.append(np.arange(n))
+            partners.append(np.arange(n, dtype=np.int32))
         partners[-1][low], partners[-1][high] = high, low
-    partner = np.stack(partners) if partners else np.zeros((0, n), int)
+    partner = np.stack(partners) if partners else np.zeros((0, n), np.int32)
     return partner, partner >= np.arange(n)
 
 

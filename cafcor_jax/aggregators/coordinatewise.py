@@ -1,7 +1,7 @@
 """Coordinate-wise rules: the median, the trimmed mean and Meamed, by sorting networks over the rows.
 
-With f workers whose messages are not finite left out, k = n - f stays what it is; so the rules below know
-their number of messages only at run time in that case, and at compile time in all others.
+How many messages there are is known when the code is compiled. Only where some are not finite, and left out,
+it is known when the code runs: a second and slower way, with the same definitions.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def test_definition(name, kind):
     np.testing.assert_allclose(got / scale, want / scale, atol=1e-5)
 
 
-@pytest.mark.parametrize("bucket_size", [1, 2, 3, 7, 10, 11])
+@pytest.mark.parametrize("bucket_size", [1, 3, 11])
 def test_bucketing_averages_every_message_once(bucket_size):
     x = draw()
     got = np.asarray(bucketing(bucket_size=bucket_size, seed=5)(x), np.float64)

@@ -55,7 +55,7 @@ def test_many_workers(name, count):
 
 
 @pytest.mark.parametrize("name", ["median", "trimmed_mean", "meamed"])
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 16, 30])
+@pytest.mark.parametrize("n", [1, 2, 4, 7, 16])
 def test_ties_and_small_numbers(name, n):
     """Few different values: the sorting network and the choice among equals."""
     f = (n - 1) // 2
