@@ -69,13 +69,22 @@ def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS
     files, others = _split_flagfiles(argv[1:])
     for file in files:
         _check_readable(file)
+    read(flag_values, [argv[0], *(f"--flagfile={file}" for file in files), *others])
+    return config.from_flags(flag_values)
+
+
+def read(flag_values: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Sets flags from a command line, for scripts with flags of their own only.
+
+    Raises:
+      UserError: if a flag or a value is wrong, or something is no flag.
+    """
     try:
-        rest = flag_values([argv[0], *(f"--flagfile={file}" for file in files), *others])
+        rest = flag_values(argv)
     except flags.Error as error:
-        raise UserError(sentence(str(error))) from None
+        raise UserError(_sentence(str(error))) from None
     if len(rest) > 1:
         raise UserError(f"{rest[1]!r} is not a flag: flags are written --name=value.")
-    return config.from_flags(flag_values)
 
 
 def help_text(program: str, doc: str | None = None, flag_values: flags.FlagValues = flags.FLAGS) -> str:
@@ -167,7 +176,7 @@ def _check_readable(file: str) -> None:
         raise UserError(f"The flagfile {file!r} is not a text file.") from None
 
 
-def sentence(message: str) -> str:
+def _sentence(message: str) -> str:
     """The message of absl on one line, without its shouting."""
     message = " ".join(message.replace("ERROR::", "").split())
     return message if message.endswith((".", "?", "!")) else f"{message}."

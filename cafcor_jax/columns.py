@@ -124,12 +124,14 @@ def map_leaves(body: Callable[[Array], Array], updates: Updates) -> Aggregate:
     return jax.tree.map(of_leaf, updates)
 
 
+def finite_rows(groups: list[Array]) -> Array:
+    """Which workers have finite numbers only in all groups of rows [n, size], [n] booleans."""
+    return jnp.stack([jnp.isfinite(group).all(axis=1) for group in groups]).all(axis=0)
+
+
 def finite_workers(updates: Updates) -> Array:
     """Which workers sent finite messages, [n] booleans, in one pass."""
     num_workers(updates)
-
-    def exact(groups: list[Array]) -> Array:
-        return jnp.stack([jnp.isfinite(group).all(axis=1) for group in groups]).all(axis=0)
 
     def row_sums(rows: Array) -> Array:
         dtype = accumulator_dtype(rows.dtype)
@@ -139,4 +141,4 @@ def finite_workers(updates: Updates) -> Array:
     # at. On a CPU, products with a vector of ones are many times faster than a reduction.
     groups = row_groups(updates)
     likely = jnp.stack([jnp.isfinite(row_sums(group)) for group in groups]).all(axis=0)
-    return lax.cond(likely.all(), lambda _: likely, exact, groups)
+    return lax.cond(likely.all(), lambda _: likely, finite_rows, groups)

@@ -29,6 +29,7 @@ from jax import lax
 from cafcor_jax.columns import (
     accumulator_dtype,
     as_rows,
+    finite_rows,
     finite_workers,
     fold_columns,
     map_leaves,
@@ -178,13 +179,16 @@ def _plain_gram(groups: list[Array]) -> tuple[Array, Array]:
     return gram, trusted
 
 
-def _robust_gram(groups: list[Array]) -> Array:
-    """The Gram matrix about the coordinate-wise median, for messages that drown one another."""
-    finite = functools.reduce(jnp.logical_and, [jnp.isfinite(group).all(axis=1) for group in groups])
+def _careful_gram(groups: list[Array], *, about_origin: bool) -> Array:
+    """The Gram matrix in float64, for messages that are not finite, very long, or drown one another.
+
+    About the coordinate-wise median, unless it is to be about the origin.
+    """
+    finite = finite_rows(groups)
 
     def centre(block: Array) -> Array:
         block = jnp.where(finite[:, None], block, 0)
-        return block - median_of_rows(block, finite)[None, :]
+        return block if about_origin else block - median_of_rows(block, finite)[None, :]
 
     gram = _summed_products(groups, centre, lambda group: jnp.dtype(np.float64))
     # A length whose square is beyond float64 is as good as infinite.
@@ -216,24 +220,20 @@ def gram(updates: Updates, *, about_origin: bool = False) -> Array:
     num_workers(updates)
     groups = row_groups(updates)
     plain, trusted = _plain_gram(groups)
-    robust = _gram_about_origin if about_origin else _robust_gram
-    return lax.cond(trusted, lambda _: plain, robust, groups)
-
-
-def _gram_about_origin(groups: list[Array]) -> Array:
-    """The Gram matrix about 0 in float64 of messages some of which are not finite, or very long."""
-    finite = functools.reduce(jnp.logical_and, [jnp.isfinite(group).all(axis=1) for group in groups])
-    gram = _summed_products(
-        groups, lambda block: jnp.where(finite[:, None], block, 0), lambda group: jnp.dtype(np.float64)
-    )
-    finite = finite & jnp.isfinite(jnp.diagonal(gram))
-    return jnp.where(finite[:, None] & finite[None, :], gram, jnp.nan)
+    careful = functools.partial(_careful_gram, about_origin=about_origin)
+    return lax.cond(trusted, lambda _: plain, careful, groups)
 
 
 def squared_distances(gram: Array) -> Array:
     """||x_i - x_j||^2 from a Gram matrix about any centre, [n, n]."""
     norms = jnp.diagonal(gram)
     return jnp.maximum(norms[:, None] + norms[None, :] - 2 * gram, 0)
+
+
+def recentred(gram: Array, weights: Array) -> Array:
+    """The Gram matrix about z = sum_i w_i x_i; if the weights sum to 1, from one about any centre."""
+    product = dot(gram, weights)
+    return gram - product[:, None] - product[None, :] + dot(weights, product)
 
 
 def mix(weights: Array, updates: Updates, *, all_finite: Array | bool | None = None) -> Aggregate:

@@ -94,12 +94,7 @@ def read_flags(argv: Sequence[str]) -> flags.FlagValues:
         lines = [f"  --{flag.name}={default}\n        {flag.help}" for flag, default in defaults]
         print(f"{__doc__}\nFlags and their defaults:", *lines, sep="\n")
         sys.exit(0)
-    try:
-        rest = values(argv)
-    except flags.Error as error:
-        raise UserError(cli.sentence(str(error))) from None
-    if len(rest) > 1:
-        raise UserError(f"{rest[1]!r} is not a flag: flags are written --name=value.")
+    cli.read(values, argv)
     for name, least in (("n", 1), ("f", 0), ("dims", 1)):
         values[name].value = whole_numbers(name, getattr(values, name), least)
     for n, f in itertools.product(values.n, values.f):

@@ -152,12 +152,7 @@ def main(argv: Sequence[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(f"{__doc__}\nFlags: --seeds=5 (draws of the messages), --tolerance=1e-5")
         return 0
-    try:
-        rest = values(argv)
-    except flags.Error as error:
-        raise UserError(cli.sentence(str(error))) from None
-    if len(rest) > 1:
-        raise UserError(f"{rest[1]!r} is not a flag: flags are written --name=value.")
+    cli.read(values, argv)
     byzfl = load_byzfl()
     if byzfl is None:
         raise UserError("byzfl is not installed, so there is nothing to compare: pip install -e .[bench].")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cafcor_jax.aggregators.linear import LinearRule, check_num_byzantine, valid_workers
-from cafcor_jax.gram import argmax, dot, float64_inside
+from cafcor_jax.gram import argmax, dot, float64_inside, recentred
 from cafcor_jax.types import Array
 
 # Squarings of the covariance before the power iteration gives up on a gap: 2^44 powers tell eigenvalues
@@ -94,7 +94,7 @@ def spectral_filter(gram: Array, num_byzantine: int, *, eigenvector: str = "powe
 
     def step(loop: Loop) -> Loop:
         weights = loop.kept / jnp.sum(loop.kept)
-        about_mean = _recentred(gram, weights)
+        about_mean = recentred(gram, weights)
         variance, scores = _top_scores(about_mean, weights, find_eigenvector)
         best = loop.best
         better = variance <= best.variance
@@ -127,12 +127,6 @@ def spectral_filter(gram: Array, num_byzantine: int, *, eigenvector: str = "powe
         done=num_valid == 0,
     )
     return lax.while_loop(lambda loop: ~loop.done & removal_within_budget(loop), step, start).best
-
-
-def _recentred(gram: Array, weights: Array) -> Array:
-    """The Gram matrix about the weighted mean."""
-    product = dot(gram, weights)
-    return gram - product[:, None] - product[None, :] + dot(weights, product)
 
 
 def _top_scores(

@@ -19,7 +19,7 @@ from cafcor_jax.aggregators.linear import (
     valid_workers,
     without_invalid,
 )
-from cafcor_jax.gram import argmin, dot, squared_distances
+from cafcor_jax.gram import argmin, dot, recentred, squared_distances
 from cafcor_jax.types import Array
 
 # The smoothing that keeps the sum of distances differentiable, relative to a typical distance.
@@ -101,8 +101,7 @@ def _geometric_median(gram: Array) -> Array:
         Taken is that one of these steps, Newton's also shortened and Weiszfeld's also lengthened, which goes
         lowest.
         """
-        product = dot(gram, loop.at)
-        about_z = gram - product[:, None] - product[None, :] + dot(loop.at, product)
+        about_z = recentred(gram, loop.at)
         squared = jnp.maximum(jnp.diagonal(about_z), 0) + smoothing**2
         radius = jnp.where(valid, jnp.sqrt(squared), 1)
         total = jnp.where(valid.any(), jnp.sum(jnp.where(valid, 1 / radius, 0)), 1)

@@ -111,8 +111,7 @@ def nnm(num_byzantine: int) -> Mixing:
 
     def matrix(gram: Array) -> Array:
         n = gram.shape[0]
-        if num_byzantine >= n:
-            raise ValueError(f"num_byzantine = {num_byzantine} of n = {n} workers; it must be less than n.")
+        _check_some_are_honest(n, num_byzantine)
         valid = valid_workers(gram)
         keep = num_kept(valid, num_byzantine)
         near = (ranks(squared_distances(gram)) < keep) & valid[None, :]
@@ -204,8 +203,7 @@ def arc(num_byzantine: int) -> Mixing:
 
     def matrix(gram: Array) -> Array:
         n = gram.shape[0]
-        if num_byzantine >= n:
-            raise ValueError(f"num_byzantine = {num_byzantine} of n = {n} workers; it must be less than n.")
+        _check_some_are_honest(n, num_byzantine)
         count = jnp.sum(valid_workers(gram))
         f = jnp.maximum(num_byzantine - (n - count), 0)
         clipped = 2 * f * (count - f) // jnp.maximum(count, 1)
@@ -213,6 +211,11 @@ def arc(num_byzantine: int) -> Mixing:
         return _clipped(gram, ascending[jnp.maximum(count - clipped - 1, 0)])
 
     return Mixing(matrix, gram_about_origin)
+
+
+def _check_some_are_honest(n: int, num_byzantine: int) -> None:
+    if num_byzantine >= n:
+        raise ValueError(f"num_byzantine = {num_byzantine} of n = {n} workers; it must be less than n.")
 
 
 def _clipped(gram: Array, radius: Array) -> Array:

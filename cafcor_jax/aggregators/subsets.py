@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from cafcor_jax.aggregators.linear import LinearRule, check_num_byzantine, uniform, valid_workers
-from cafcor_jax.gram import argmin, dot, squared_distances
+from cafcor_jax.gram import argmin, recentred, squared_distances
 from cafcor_jax.types import Array
 
 #: The largest number of subsets that is looked at: C(30, 5) = 142,506 is within it.
@@ -75,9 +75,7 @@ def smea(num_byzantine: int) -> LinearRule:
 
     def top_eigenvalue(gram: Array, member: Array) -> Array:
         # Rows and columns of 0 add eigenvalues of 0, and change nothing.
-        weights = uniform(member)
-        product = dot(gram, weights)
-        about_mean = gram - product[:, None] - product[None, :] + dot(weights, product)
+        about_mean = recentred(gram, uniform(member))
         return jnp.linalg.eigvalsh(jnp.where(member[:, None] & member[None, :], about_mean, 0))[-1]
 
     return LinearRule(
