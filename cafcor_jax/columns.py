@@ -15,7 +15,7 @@ from jax import lax
 from cafcor_jax.types import Aggregate, Array, Updates
 
 # Columns handled at once on an accelerator: large products, and temporaries that stay small beside the input.
-_ACCELERATOR_BLOCK = 2**20
+ACCELERATOR_BLOCK = 2**20
 # Numbers in a block on a CPU: a quarter of a megabyte of float32, with room beside it in the cache.
 _CPU_NUMBERS = 2**16
 _SMALLEST, _LARGEST = 2**10, 2**13
@@ -70,26 +70,32 @@ def cpu_block(n: int) -> int:
 
 def _per_platform(run: Callable[[Array, int], Array], rows: Array) -> Array:
     """Calls `run(rows, columns in a block)` with the block of the platform the code is compiled for."""
-    return lax.platform_dependent(
-        rows,
-        cpu=lambda rows: run(rows, cpu_block(rows.shape[0])),
-        default=lambda rows: run(rows, _ACCELERATOR_BLOCK),
+    return per_platform(
+        lambda rows: run(rows, cpu_block(rows.shape[0])), lambda rows: run(rows, ACCELERATOR_BLOCK), rows
     )
+
+
+def per_platform(
+    on_cpu: Callable[[Array], Array], on_accelerator: Callable[[Array], Array], rows: Array
+) -> Array:
+    """Calls the function for the platform the code is compiled for, which need not be the one at hand."""
+    return lax.platform_dependent(rows, cpu=on_cpu, default=on_accelerator)
+
+
+def fold_blocks(body: Callable[[Array, Array], Array], rows: Array, init: Array, size: int) -> Array:
+    """Folds `body(accumulator, block [n, b])` over blocks of `size` columns; the last may be narrower."""
+    full = rows.shape[1] // size
+
+    def step(index: Array, accumulator: Array) -> Array:
+        return body(accumulator, lax.dynamic_slice_in_dim(rows, index * size, size, axis=1))
+
+    result = lax.fori_loop(0, full, step, init) if full else init
+    return body(result, rows[:, full * size :]) if rows.shape[1] % size else result
 
 
 def fold_columns(body: Callable[[Array, Array], Array], rows: Array, init: Array) -> Array:
     """Folds `body(accumulator, block [n, b])` over blocks of the columns of `rows`."""
-
-    def run(rows: Array, size: int) -> Array:
-        full = rows.shape[1] // size
-
-        def step(index: Array, accumulator: Array) -> Array:
-            return body(accumulator, lax.dynamic_slice_in_dim(rows, index * size, size, axis=1))
-
-        result = lax.fori_loop(0, full, step, init) if full else init
-        return body(result, rows[:, full * size :]) if rows.shape[1] % size else result
-
-    return _per_platform(run, rows)
+    return _per_platform(lambda rows, size: fold_blocks(body, rows, init, size), rows)
 
 
 def map_columns(body: Callable[[Array], Array], rows: Array) -> Array:

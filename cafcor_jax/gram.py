@@ -7,9 +7,7 @@ knows d.
 
 What is n x n is in float64, whatever the messages are in: it costs nothing beside the passes, and rules
 decide by differences of inner products (who is nearest, which direction varies most), where float32 would
-decide wrongly between near equals. JAX keeps float64 behind a switch, which `in_float64` turns on for the
-length of a call; code inside takes `dot` and `argmax` from here, since JAX's own lose the type under `vmap`
-or when they are compiled outside.
+decide wrongly between near equals.
 
 A message that is not finite cannot come from an honest worker. Its row and column of the Gram matrix are NaN:
 that is how a rule knows whom to leave out.
@@ -19,7 +17,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +33,10 @@ from cafcor_jax.columns import (
     num_workers,
     row_groups,
 )
+from cafcor_jax.float64 import dot, in_float64, matmul
+from cafcor_jax.products import products_of_wide_rows
 from cafcor_jax.sorting import median_of_rows
 from cafcor_jax.types import Aggregate, Array, Updates
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 # Groups with fewer columns than this are multiplied in float64. In larger ones the blocks' products are in
 # float32 and only their sum is in float64: twice as fast, and the roundings of many blocks average out.
@@ -54,106 +50,18 @@ _TINY_WEIGHT, _SHIFT = 2.0**-70, 2.0**-64
 _TINY = 1e-25
 
 
-def in_float64(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Lets a function compute in float64, whether or not JAX is set to."""
-
-    @functools.wraps(function)
-    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with jax.enable_x64(True):
-            return function(*args, **kwargs)
-
-    return wrapped
-
-
-def float64_inside(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Like `in_float64`, and returns the results in what is float for the caller."""
-
-    @functools.wraps(function)
-    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        dtype = jax.dtypes.canonicalize_dtype(float)
-        with jax.enable_x64(True):
-            result = function(*args, **kwargs)
-            return jax.tree.map(lambda x: x.astype(dtype) if x.dtype == np.float64 else x, result)
-
-    return wrapped
-
-
-def batched_in_float64(function: Callable[..., _R]) -> Callable[..., _R]:
-    """Like `in_float64`, also where `vmap` comes after the function was traced, as in vmap(jit(f))."""
-    batchable = jax.custom_batching.custom_vmap(in_float64(function))
-
-    @batchable.def_vmap
-    def batch(size: int, batched: list[Any], *args: Any) -> tuple[_R, Any]:
-        del size
-        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
-        result = in_float64(jax.vmap(function, in_axes=axes))(*args)
-        return result, jax.tree.map(lambda _: True, result)
-
-    return batchable
-
-
-def differentiated_in_float64(function: Callable[..., _R]) -> Callable[..., _R]:
-    """Like `batched_in_float64`, also for derivatives in forward mode, as in jvp(jit(f))."""
-    differentiable = jax.custom_jvp(batched_in_float64(function))
-
-    @differentiable.defjvp
-    def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[_R, _R]:
-        return in_float64(jax.jvp)(function, primals, tangents)
-
-    return differentiable
-
-
-def _matmul(a: Array, b: Array) -> Array:
-    # A TPU's default precision multiplies in bfloat16, which would wreck the Gram matrix.
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
-
-
-@jax.custom_batching.custom_vmap
-def _dot(a: Array, b: Array) -> Array:
-    return in_float64(_matmul)(a, b)
-
-
-@_dot.def_vmap
-@in_float64
-def _dot_of_batches(size: int, batched: list[bool], a: Array, b: Array) -> tuple[Array, bool]:
-    a, b = (
-        x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
-        for x, is_batched in zip((a, b), batched, strict=True)
-    )
-    return jax.vmap(_matmul)(a, b), True
-
-
-def dot(a: Array, b: Array) -> Array:
-    """The matrix product at full precision; it keeps float64 under `vmap`, which JAX's own does not."""
-    return _dot(a, b) if a.dtype == np.float64 else _matmul(a, b)
-
-
-def argmax(values: Array) -> Array:
-    """The first index of the largest of `values` [n], as int32."""
-    index = lax.iota(np.int32, values.shape[0])
-    return jnp.min(jnp.where(values == jnp.max(values), index, values.shape[0] - 1))
-
-
-def argmin(values: Array) -> Array:
-    """The first index of the smallest of `values` [n], as int32."""
-    return argmax(-values)
-
-
-def _summed_products(
-    groups: list[Array], centre: Callable[[Array], Array], dtype_of: Callable[[Array], jnp.dtype]
-) -> Array:
-    """The sum over blocks of y y^T in float64, with y = centre(block) in the group's dtype."""
+def _summed_products(groups: list[Array], centre: Callable[[Array], Array]) -> Array:
+    """The sum over blocks of y y^T, with y = centre(block), in float64 throughout."""
     n = groups[0].shape[0]
     # Products of a multiple of eight rows are faster on a CPU.
     padded = n + -n % 8
 
     def add(total: Array, block: Array) -> Array:
-        rows = jnp.pad(centre(block.astype(dtype)), ((0, padded - n), (0, 0)))
-        return total + dot(rows, rows.T).astype(np.float64)
+        rows = jnp.pad(centre(block.astype(np.float64)), ((0, padded - n), (0, 0)))
+        return total + dot(rows, rows.T)
 
     total = jnp.zeros((padded, padded), np.float64)
     for group in groups:
-        dtype = dtype_of(group)
         total = fold_columns(add, group, total)
     total = total[:n, :n]
     return (total + total.T) / 2
@@ -161,18 +69,16 @@ def _summed_products(
 
 def _plain_gram(groups: list[Array]) -> tuple[Array, Array]:
     """The Gram matrix about the origin in one pass, and whether it can be trusted."""
-
-    def product_dtype(group: Array) -> jnp.dtype:
-        small = group.shape[1] < _SMALL_GROUP
-        return jnp.dtype(np.float64) if small else accumulator_dtype(group.dtype)
-
-    gram = _summed_products(groups, lambda block: block, product_dtype)
+    wide = [group for group in groups if group.shape[1] >= _SMALL_GROUP]
+    narrow = [group for group in groups if group.shape[1] < _SMALL_GROUP]
+    products = [_summed_products(narrow, lambda block: block)] if narrow else []
+    gram = functools.reduce(jnp.add, products + [products_of_wide_rows(group) for group in wide])
     norms = jnp.diagonal(gram)
     n = gram.shape[0]
     # An honest row has n // 2 other honest ones at least, so the honest majority decides this.
     spread = jnp.median(jnp.sort(squared_distances(gram), axis=1)[:, n // 2])
     typical = jnp.median(norms)
-    in_float32 = any(product_dtype(group) == np.float32 for group in groups)
+    in_float32 = any(accumulator_dtype(group.dtype) == np.float32 for group in wide)
     least = _SPREAD_FLOAT32 if in_float32 else _SPREAD_FLOAT64
     # A NaN makes every comparison false, as it should.
     trusted = jnp.isfinite(gram).all() & (spread >= least * typical) & (typical > _TINY)
@@ -190,7 +96,7 @@ def _careful_gram(groups: list[Array], *, about_origin: bool) -> Array:
         block = jnp.where(finite[:, None], block, 0)
         return block if about_origin else block - median_of_rows(block, finite)[None, :]
 
-    gram = _summed_products(groups, centre, lambda group: jnp.dtype(np.float64))
+    gram = _summed_products(groups, centre)
     # A length whose square is beyond float64 is as good as infinite.
     finite = finite & jnp.isfinite(jnp.diagonal(gram))
     return jnp.where(finite[:, None] & finite[None, :], gram, jnp.nan)
@@ -254,7 +160,7 @@ def mix(weights: Array, updates: Updates, *, all_finite: Array | bool | None = N
     def plain(updates: Updates) -> Aggregate:
         def of_leaf(leaf: Array) -> Array:
             dtype = accumulator_dtype(leaf.dtype)
-            total = _matmul(weights.astype(dtype)[None, :], as_rows(leaf).astype(dtype))[0]
+            total = matmul(weights.astype(dtype)[None, :], as_rows(leaf).astype(dtype))[0]
             return total.reshape(leaf.shape[1:]).astype(leaf.dtype)
 
         return jax.tree.map(of_leaf, updates)
@@ -290,5 +196,5 @@ def _careful_product(matrix: Array, rows: Array) -> Array:
     largest = jnp.max(jnp.abs(matrix), axis=0)
     shift = jnp.where((largest > 0) & (largest < _TINY_WEIGHT), _SHIFT, 1).astype(matrix.dtype)
     rows = jnp.where(largest[:, None] > 0, rows, 0).astype(dtype) * shift.astype(dtype)[:, None]
-    product = _matmul((matrix / shift[None, :]).astype(dtype), rows)
+    product = matmul((matrix / shift[None, :]).astype(dtype), rows)
     return jnp.where(left_out[:, None], jnp.nan, product)

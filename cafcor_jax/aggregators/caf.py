@@ -9,14 +9,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from cafcor_jax.aggregators.linear import LinearRule, check_num_byzantine, valid_workers
-from cafcor_jax.gram import argmax, dot, float64_inside, recentred
+from cafcor_jax.float64 import argmax, dot, float64_inside
+from cafcor_jax.gram import recentred
 from cafcor_jax.types import Array
 
 # Squarings of the covariance before the power iteration gives up on a gap: 2^44 powers tell eigenvalues
 # apart that differ by a part in 10^12.
 _MAX_SQUARINGS = 44
-# A matrix of trace 1 whose squared entries sum to 1 has rank one; so close to it the power iteration ends.
-_IMPURITY = 1e-13
+# A matrix of trace 1 whose squared entries sum to 1 has rank one. From this on it is close enough to that for
+# plain steps with it to end soon: each leaves a ninth of what is not along the top eigenvector, or less.
+_PURITY = 0.9
+# The plain steps end when a step moves the unit vector by less than this, or after so many of them.
+_STILL, _MAX_STEPS = 1e-14, 40
 
 
 class Filtered(NamedTuple):
@@ -156,8 +160,9 @@ def top_eigenvector(matrix: Array) -> Array:
 
     Squaring S <- S^2 / tr(S^2) raises the matrix to the power 2^k in k products. S tends to u u^T (or to the
     projector on the top eigenspace), and its column with the largest diagonal entry cannot be orthogonal to
-    u, whatever the input: no start vector has to be chosen, and the result is deterministic. It has converged
-    when tr(S^2) = 1, which holds for matrices of rank one only.
+    u, whatever the input: no start vector has to be chosen, and the result is deterministic. tr(S^2) tells
+    how near it is: it is 1 for matrices of rank one only. Soon it is cheaper to apply S to a vector, each
+    time 2^k steps of power iteration, until that stands still.
     """
 
     def square(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -168,19 +173,32 @@ def top_eigenvector(matrix: Array) -> Array:
         power = power / jnp.where(trace > 0, trace, 1)
         return power, jnp.sum(power**2), count + 1
 
-    def unfinished(state: tuple[Array, Array, Array]) -> Array:
+    def spread_out(state: tuple[Array, Array, Array]) -> Array:
         _, purity, count = state
-        return (purity < 1 - _IMPURITY) & (count < _MAX_SQUARINGS)
+        return (purity < _PURITY) & (count < _MAX_SQUARINGS)
+
+    def apply(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        vector, _, count = state
+        after = _unit(dot(power, vector))
+        return after, jnp.max(jnp.abs(after - vector)), count + 1
+
+    def moving(state: tuple[Array, Array, Array]) -> Array:
+        _, moved, count = state
+        return (moved > _STILL) & (count < _MAX_STEPS)
 
     trace = jnp.trace(matrix)
     start = matrix / jnp.where(trace > 0, trace, 1)
-    power, _, _ = lax.while_loop(unfinished, square, (start, jnp.sum(start**2), jnp.int32(0)))
-    vector = jnp.take(power, argmax(jnp.diagonal(power)), axis=1)
-    # Two plain steps on the matrix itself wash out the rounding of the products.
+    power, _, _ = lax.while_loop(spread_out, square, (start, jnp.sum(start**2), jnp.int32(0)))
+    vector = _unit(jnp.take(power, argmax(jnp.diagonal(power)), axis=1))
+    vector, _, _ = lax.while_loop(moving, apply, (vector, jnp.ones((), matrix.dtype), jnp.int32(0)))
+    # Two plain steps with the matrix itself wash out the rounding of the products.
     for _ in range(2):
-        vector = vector / jnp.maximum(jnp.linalg.norm(vector), jnp.finfo(matrix.dtype).tiny)
-        vector = dot(start, vector)
-    return vector / jnp.maximum(jnp.linalg.norm(vector), jnp.finfo(matrix.dtype).tiny)
+        vector = _unit(dot(start, vector))
+    return vector
+
+
+def _unit(vector: Array) -> Array:
+    return vector / jnp.maximum(jnp.linalg.norm(vector), jnp.finfo(vector.dtype).tiny)
 
 
 def _top_eigenvector_by_eigh(matrix: Array) -> Array:

@@ -19,7 +19,8 @@ from cafcor_jax.aggregators.linear import (
     valid_workers,
     without_invalid,
 )
-from cafcor_jax.gram import argmin, dot, recentred, squared_distances
+from cafcor_jax.float64 import argmin, dot
+from cafcor_jax.gram import recentred, squared_distances
 from cafcor_jax.types import Array
 
 # The smoothing that keeps the sum of distances differentiable, relative to a typical distance.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from cafcor_jax.aggregators.linear import LinearRule, check_num_byzantine, uniform, valid_workers
-from cafcor_jax.gram import argmin, squared_distances
+from cafcor_jax.float64 import argmin
+from cafcor_jax.gram import squared_distances
 from cafcor_jax.types import Array
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 
 from cafcor_jax.columns import accumulator_dtype, finite_workers, num_workers
-from cafcor_jax.gram import batched_in_float64, differentiated_in_float64, gram, in_float64, mix
+from cafcor_jax.float64 import batched_in_float64, differentiated_in_float64, in_float64
+from cafcor_jax.gram import gram, mix
 from cafcor_jax.types import Aggregate, Array, Updates
 
 
@@ -21,7 +22,7 @@ from cafcor_jax.types import Aggregate, Array, Updates
 class LinearRule:
     """A rule given by `weigh: G [n, n] -> w [n]`; it is an `Aggregator` itself.
 
-    `weigh` is called with a float64 matrix, inside `gram.in_float64`. It must give weight 0 to workers whose
+    `weigh` is called with a float64 matrix, inside `in_float64`. It must give weight 0 to workers whose
     row of G is NaN (`valid_workers`).
     """
 

@@ -24,7 +24,8 @@ from cafcor_jax.aggregators.linear import (
     without_invalid,
 )
 from cafcor_jax.columns import num_workers
-from cafcor_jax.gram import dot, gram, in_float64, mixtures, squared_distances
+from cafcor_jax.float64 import dot, in_float64
+from cafcor_jax.gram import gram, mixtures, squared_distances
 from cafcor_jax.types import Aggregate, Aggregator, Array, Updates
 
 
@@ -32,7 +33,7 @@ from cafcor_jax.types import Aggregate, Aggregator, Array, Updates
 class Mixing:
     """A pre-aggregation given by `matrix: G [n, n] -> M [m, n]`; called, it maps leaves [n, ...] to [m, ...].
 
-    `matrix` is called with a float64 matrix, inside `gram.in_float64`. A row of M that is NaN marks a mixture
+    `matrix` is called with a float64 matrix, inside `in_float64`. A row of M that is NaN marks a mixture
     that is to be left out; elsewhere the columns of invalid workers must be 0.
     """
 

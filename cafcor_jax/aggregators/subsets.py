@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from cafcor_jax.aggregators.linear import LinearRule, check_num_byzantine, uniform, valid_workers
-from cafcor_jax.gram import argmin, recentred, squared_distances
+from cafcor_jax.float64 import argmin
+from cafcor_jax.gram import recentred, squared_distances
 from cafcor_jax.types import Array
 
 #: The largest number of subsets that is looked at: C(30, 5) = 142,506 is within it.
