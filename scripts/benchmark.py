@@ -1,9 +1,10 @@
 """Times the aggregation rules against the fastest plain averaging of the same messages.
 
-Every rule is compiled, warmed up, and timed as the best of --repeats calls. Its ratio is that time over the
-time of the fastest of several ways to average. Where byzfl is installed, its rules are timed on the same
-numbers (with its defaults: its geometric median takes 3 steps, ours runs until it stands still). Memory is
-the peak during a call over the size of the messages, in a process of its own, at the largest n, f and d.
+Every rule is compiled, warmed up, and timed as the best of --repeats calls, in turn with the others. Its
+ratio is that time over the time of the fastest of several ways to average. Where byzfl is installed, its
+rules are timed on the same numbers (with its defaults: its geometric median takes 3 steps, ours runs until it
+stands still). Memory is the peak during a call over the size of the messages, in a process of its own, at
+the largest n, f and d.
 
 Examples:
   python scripts/benchmark.py --json=runs/benchmark.json --plots=runs/plots
@@ -178,28 +179,40 @@ def fastest(
     return min(times)
 
 
-def time_jax(call: Callable[[Array], Array], x: Array, repeats: int) -> float:
-    """Seconds of the fastest compiled and warm call."""
-    compiled = jax.jit(call).lower(x).compile()
-    jax.block_until_ready(compiled(x))
-    return fastest(compiled, lambda: x, repeats)
+def compiled(call: Callable[[Array], Array], x: Array) -> Callable[[], Array]:
+    """The call on x, compiled and warm."""
+    ready = jax.jit(call).lower(x).compile()
+    jax.block_until_ready(ready(x))
+    return lambda: ready(x)
 
 
-def time_averaging(x: Array, repeats: int) -> dict[str, float]:
-    """Seconds of every way to average, the fastest first."""
+def time_in_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Seconds of every call's fastest run. They take turns, so that a slow spell of the machine hits all."""
+    seconds = dict.fromkeys(calls, math.inf)
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[name] = min(seconds[name], time.perf_counter() - start)
+    return seconds
+
+
+def ways_to_average(x: Array) -> dict[str, Callable[[], Any]]:
+    """Plain averaging in all ways that may be the fastest."""
     n, d = x.shape
-    seconds = {
-        "matmul": time_jax(lambda x: jnp.full(n, 1 / n, x.dtype) @ x, x, repeats),
-        "row by row": time_jax(lambda x: functools.reduce(jnp.add, x) / n, x, repeats),
-        # On a CPU it goes column by column, far slower than the others: with large d once is enough.
-        "x.mean(0)": time_jax(lambda x: x.mean(0), x, 1 if d > 1e6 else repeats),
+    calls: dict[str, Callable[[], Any]] = {
+        "matmul": compiled(lambda x: jnp.full(n, 1 / n, x.dtype) @ x, x),
+        "row by row": compiled(lambda x: functools.reduce(jnp.add, x) / n, x),
     }
+    if jax.default_backend() != "cpu" or d <= 1e6:  # On a CPU it goes column by column, far slower.
+        calls["x.mean(0)"] = compiled(lambda x: x.mean(0), x)
     if jax.default_backend() == "cpu" and importlib.util.find_spec("torch"):
         import torch
 
         tensor = torch.from_dlpack(x)  # the same memory
-        seconds["torch.mean(0)"] = fastest(lambda tensor: tensor.mean(0), lambda: tensor, repeats + 1)
-    return dict(sorted(seconds.items(), key=lambda item: item[1]))
+        calls["torch.mean(0)"] = lambda: tensor.mean(0)
+        calls["torch.mean(0)"]()
+    return calls
 
 
 def load_byzfl() -> Any | None:
@@ -323,26 +336,32 @@ def time_setting(
     n, f, d = setting
     with phase("plain averaging"):
         x = make_messages(n, f, d, values.dtype)
-        averaging = time_averaging(x, values.repeats)
-    way, averaging_seconds = next(iter(averaging.items()))
-    common = {"n": n, "f": f, "d": d, "dtype": values.dtype}
-    common |= {"averaging": way, "averaging_seconds": averaging_seconds}
-    rows = []
+        averages = ways_to_average(x)
+    rows, calls = [], {}
     for name in values.rules:
-        row: Row = dict.fromkeys(COLUMNS) | common | {"rule": name}
+        row: Row = dict.fromkeys(COLUMNS) | {"rule": name, "n": n, "f": f, "d": d, "dtype": values.dtype}
         row["paper_ratio"] = PAPER.get(d, {}).get(name) if (n, f) == (30, 3) else None
         rows.append(row)
         with phase(name):
             try:
-                row["seconds"] = time_jax(make_rule(name, f), x, values.repeats)
+                calls[name] = compiled(make_rule(name, f), x)
             except ValueError as error:  # Such as too many subsets: the other rules go on.
                 row["note"] = str(error)
                 continue
-            row["ratio"] = row["seconds"] / averaging_seconds
             if byzfl is not None:
-                peer, row["peer_note"] = time_peer(byzfl, name, f, x, values.repeats, values.peer_limit)
-                row["peer_seconds"] = peer
-                row["peer_over_ours"] = peer and peer / row["seconds"]
+                limit = values.peer_limit
+                row["peer_seconds"], row["peer_note"] = time_peer(byzfl, name, f, x, values.repeats, limit)
+    with phase("all in turn"):
+        # A space keeps a way to average apart from a rule of the same name.
+        seconds = time_in_turns({f" {way}": call for way, call in averages.items()} | calls, values.repeats)
+    averaging = dict(sorted(((way, seconds[f" {way}"]) for way in averages), key=lambda item: item[1]))
+    way, averaging_seconds = next(iter(averaging.items()))
+    for row in rows:
+        row |= {"averaging": way, "averaging_seconds": averaging_seconds}
+        if row["rule"] in calls:
+            row["seconds"] = seconds[row["rule"]]
+            row["ratio"] = row["seconds"] / averaging_seconds
+            row["peer_over_ours"] = row["peer_seconds"] and row["peer_seconds"] / row["seconds"]
     return rows, averaging
 
 
@@ -457,7 +476,7 @@ def main(argv: Sequence[str]) -> None:
     rows: list[Row] = []
     averagings: list[Row] = []
     tables = []
-    steps = len(settings) * (len(values.rules) + 1) + memory * len(values.rules)
+    steps = len(settings) * (len(values.rules) + 2) + memory * len(values.rules)
     count = itertools.count(1)
 
     def phase(text: str) -> Any:

@@ -42,7 +42,7 @@ def test_everything_is_in_the_table_and_the_files(call, tmp_path):
     flags = ("--dims=2000,3e3", "--rules=mean,nnm+krum", f"--json={result}", f"--csv={sheet}")
     status, out, _ = call(*flags, f"--plots={plots}")
     assert status == 0
-    assert "6/6  n = 6, f = 1, d = 3,000: nnm+krum ..." in out
+    assert "7/8  n = 6, f = 1, d = 3,000: nnm+krum ...\n8/8  n = 6, f = 1, d = 3,000: all in turn ..." in out
     for d in ("2,000", "3,000"):
         part = out.split(f"\nn = 6, f = 1, d = {d}, float32\n")[1]
         assert part.startswith("averaging, the first counts: ")
@@ -81,7 +81,7 @@ def test_a_rule_that_cannot_run_says_why_and_the_rest_goes_on(call):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_memory_is_measured_in_another_process(call, tmp_path):
     status, out, _ = call("--memory", "--rules=mean", f"--json={tmp_path / 'result.json'}")
-    assert status == 0 and "3/3  n = 6, f = 1, d = 2,000: memory of mean ..." in out
+    assert status == 0 and "4/4  n = 6, f = 1, d = 2,000: memory of mean ..." in out
     assert json.loads((tmp_path / "result.json").read_text())["results"][0]["memory"] >= 1
 
 
