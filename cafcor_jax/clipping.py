@@ -21,8 +21,8 @@ from cafcor_jax.types import Array, PyTree
 #: (params, images [b, ...], labels [b]) -> mean loss of the batch.
 LossFn = Callable[[PyTree, Array, Array], Array]
 
-# Gradients of so many examples are in memory at a time.
-_EXAMPLES_AT_ONCE = 10
+# Gradients of so many examples are in memory at a time: batches of a multiple of it are the fastest.
+EXAMPLES_AT_ONCE = 10
 
 
 class Clipped(NamedTuple):
@@ -58,30 +58,49 @@ def user_level(loss_fn: LossFn, clip_norm: float) -> Callable[[PyTree, Array, Ar
     return gradient
 
 
-def example_level(loss_fn: LossFn, clip_norm: float) -> Callable[[PyTree, Array, Array], Clipped]:
-    """Clips every example's gradient and returns the mean, a few examples at a time."""
+def example_level(loss_fn: LossFn, clip_norm: float) -> Callable[..., Clipped]:
+    """Clips every example's gradient and returns the mean, a few examples at a time.
+
+    The function it returns also takes batches that are not full (Poisson sampling): `present` [b] says which
+    places hold an example, and the gradient is the sum over those, divided by `expected_size`.
+    """
 
     def one(params: PyTree, image: Array, label: Array) -> Clipped:
         return user_level(loss_fn, clip_norm)(params, image[None], label[None])
 
-    def gradient(params: PyTree, images: Array, labels: Array) -> Clipped:
+    def gradient(
+        params: PyTree,
+        images: Array,
+        labels: Array,
+        present: Array | None = None,
+        expected_size: int | None = None,
+    ) -> Clipped:
         batch = labels.shape[0]
-        chunk = max(k for k in range(1, _EXAMPLES_AT_ONCE + 1) if batch % k == 0)
+        chunk = max(k for k in range(1, EXAMPLES_AT_ONCE + 1) if batch % k == 0)
 
-        def add(total: Clipped, part: tuple[Array, Array]) -> tuple[Clipped, None]:
-            clipped = jax.vmap(one, in_axes=(None, 0, 0))(params, *part)
+        def add(total: Clipped, part: tuple[Array, Array, Array | None]) -> tuple[Clipped, None]:
+            images, labels, present = part
+            clipped = jax.vmap(one, in_axes=(None, 0, 0))(params, images, labels)
+            if present is not None:
+                absent = ~present
+                clipped = jax.tree.map(
+                    lambda leaf: jnp.where(absent.reshape(-1, *[1] * (leaf.ndim - 1)), 0, leaf), clipped
+                )
             return jax.tree.map(lambda t, leaf: t + leaf.sum(0), total, clipped), None
 
         zero = jnp.zeros(())
         start = Clipped(jax.tree.map(jnp.zeros_like, params), zero, zero, zero)
-        parts = jax.tree.map(lambda leaf: leaf.reshape(-1, chunk, *leaf.shape[1:]), (images, labels))
+        parts = jax.tree.map(lambda leaf: leaf.reshape(-1, chunk, *leaf.shape[1:]), (images, labels, present))
         total, _ = lax.scan(add, start, parts)
-        return jax.tree.map(lambda leaf: leaf / batch, total)
+        count = batch if present is None else jnp.maximum(jnp.sum(present), 1)
+        mean = jax.tree.map(lambda leaf: leaf / count, total)
+        size = expected_size or batch
+        return mean._replace(gradient=jax.tree.map(lambda leaf: leaf / size, total.gradient))
 
     return gradient
 
 
-BY_LEVEL: dict[str, Callable[[LossFn, float], Callable[[PyTree, Array, Array], Clipped]]] = {
+BY_LEVEL: dict[str, Callable[[LossFn, float], Callable[..., Clipped]]] = {
     "user": user_level,
     "example": example_level,
 }

@@ -192,6 +192,26 @@ class Config:
         group="Privacy",
         check=_NOT_NEGATIVE,
     )
+    sampling: str = _field(
+        "without_replacement",
+        "How batches are drawn: 'without_replacement' as in the paper, or 'poisson', where each example is "
+        "drawn by itself and --batch_size is the mean; with privacy level 'example' only.",
+        group="Privacy",
+        choices=privacy.SAMPLINGS[1:],
+    )
+    noise_split: str = _field(
+        "equal",
+        "How ByzLDP splits its noise: 'equal' is the paper's sigma_ind = sigma_cor, 'mean_noise' leaves the "
+        "least in the honest mean, 'robust' also counts what attackers can hide in a message's noise.",
+        group="Privacy",
+        choices=privacy.SPLITS,
+    )
+    secret_graph: str = _field(
+        "complete",
+        "Which workers share a secret: complete, ring, regular:DEGREE (at random), or a .npy, .csv or .txt "
+        "file with an adjacency matrix. Fewer secrets are faster, and colluders cut workers off more easily.",
+        group="Privacy",
+    )
     noise_mode: str = _field(
         "pairwise",
         "How correlated noise is drawn: 'pairwise' from one secret per pair of workers, as real workers do; "
@@ -297,6 +317,11 @@ class Config:
                 f"num_colluding={self.num_colluding} contradicts threat_model={self.threat_model!r}: "
                 "colluding workers are the threat model 'byzldp', so 0 or unset."
             )
+        if self.sampling == "poisson" and self.privacy_level != "example":
+            raise UserError(
+                "sampling='poisson' belongs to privacy_level='example': at the user level sampling hides "
+                "nothing."
+            )
         if not self.workdir:
             raise UserError("workdir='' names no folder: give one for the results and checkpoints.")
         if not self.private:
@@ -322,6 +347,18 @@ class Config:
             raise UserError(
                 f"noise_mode='independent' draws no correlated noise, and threat_model={self.threat_model!r} "
                 f"needs it: use {others}."
+            )
+        if self.threat_model not in CORRELATED and self.secret_graph != "complete":
+            raise UserError(
+                f"secret_graph={self.secret_graph!r} has no meaning for threat_model={self.threat_model!r}, "
+                f"which uses no secrets: it belongs to {' and '.join(CORRELATED)}."
+            )
+        if self.secret_graph != "complete":
+            privacy.graphs.parse(self.secret_graph, n, self.seed)  # says what is wrong with it
+        if self.noise_split != "equal" and self.threat_model != "byzldp":
+            raise UserError(
+                f"noise_split={self.noise_split!r} has no meaning for threat_model={self.threat_model!r}: "
+                "only 'byzldp' has two kinds of noise to split."
             )
         if self.privacy_level == "example" and self.accountant != "rdp":
             raise UserError(

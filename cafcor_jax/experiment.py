@@ -372,6 +372,11 @@ def _plan(config: Config, smallest: int) -> privacy.PrivacyPlan:
         level=config.privacy_level,
         batch_size=config.batch_size,
         samples_per_worker=smallest,
+        sampling=config.sampling if config.privacy_level == "example" else None,
+        split=config.noise_split,
+        graph=None
+        if config.secret_graph == "complete"
+        else privacy.graphs.parse(config.secret_graph, config.num_workers, config.seed),
     )
 
 

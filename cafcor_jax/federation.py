@@ -127,9 +127,9 @@ def federation(
             )
         if plan.sigma_cor > 0 and noise_mode == "pairwise":
             pair_keys = secrets.key_matrix(streams.pairs, n)
-            rows = rows + noise.pairwise(pair_keys, round_index, size, plan.sigma_cor)[:h]
+            rows = rows + noise.pairwise(pair_keys, round_index, size, plan.sigma_cor, plan.graph)[:h]
         if plan.sigma_cor > 0 and noise_mode == "projected":
-            rows = rows + noise.projected(streams.pairs, n, round_index, size, plan.sigma_cor)[:h]
+            rows = rows + noise.projected(streams.pairs, n, round_index, size, plan.sigma_cor, plan.graph)[:h]
         return rows
 
     def next_momentum(key: Array, state: State, gradients: Updates) -> Updates:
@@ -157,6 +157,7 @@ def federation(
             data,
             clipped_gradient=clipped_gradient,
             batch_size=batch_size,
+            largest_batch=plan.largest_batch if plan.sampling == "poisson" else None,
             augment=augment,
         )
         honest = next_momentum(key, state, clipped.gradient)
@@ -186,20 +187,30 @@ def honest_gradients(
     params: PyTree,
     data: Data,
     *,
-    clipped_gradient: Callable[[PyTree, Array, Array], clipping.Clipped],
+    clipped_gradient: Callable[..., clipping.Clipped],
     batch_size: int,
+    largest_batch: int | None = None,
     augment: Callable[[Array, Array], Array] | None = None,
 ) -> clipping.Clipped:
-    """Every honest worker's clipped gradient of its own batch, with leaves [h, ...]."""
+    """Every honest worker's clipped gradient of its own batch, with leaves [h, ...].
+
+    With a `largest_batch` batches are Poisson samples of that size at most, of `batch_size` on average.
+    """
 
     def worker(inputs: tuple[Array, Data]) -> clipping.Clipped:
         worker_key, own = inputs
         batch_key, augment_key = jax.random.split(worker_key)
-        chosen = sample_without_replacement(batch_key, own.labels.shape[0], own.sizes, batch_size)
+        capacity = own.labels.shape[0]
+        if largest_batch is None:
+            chosen = sample_without_replacement(batch_key, capacity, own.sizes, batch_size)
+            poisson = {}
+        else:
+            chosen, present = sample_poisson(batch_key, capacity, own.sizes, batch_size, largest_batch)
+            poisson = {"present": present, "expected_size": batch_size}
         images = own.images[chosen]
         if augment is not None:
             images = augment(augment_key, images)
-        return clipped_gradient(params, images, own.labels[chosen])
+        return clipped_gradient(params, images, own.labels[chosen], **poisson)
 
     h = data.labels.shape[0]
     inputs = (jax.random.split(key, h), data)
@@ -232,6 +243,33 @@ def sample_without_replacement(key: Array, capacity: int, size: Array, batch_siz
     scores = jax.random.bits(key, (capacity,), jnp.uint32) >> 1
     scores = jnp.where(jnp.arange(capacity) < size, scores, jnp.uint32(0xFFFFFFFF))
     return jnp.argsort(scores)[:batch_size]
+
+
+def sample_poisson(
+    key: Array, capacity: int, size: Array, batch_size: int, largest_batch: int
+) -> tuple[Array, Array]:
+    """Takes each index below `size` with chance batch_size / size, by itself.
+
+    Args:
+      key: a typed key.
+      capacity: the static upper bound of size.
+      size: how many items there are; at least batch_size.
+      batch_size: b, the expected number of items.
+      largest_batch: the most items that are returned; further ones are dropped.
+
+    Returns:
+      Indices, and which of them are really in the batch, both [places]; places is largest_batch, or somewhat
+      more to be a multiple of what is computed at once, or capacity.
+    """
+    step = clipping.EXAMPLES_AT_ONCE
+    places = min(-(-largest_batch // step) * step, capacity)
+    # A hair less than the chance that the accountant counts with: float32 may round up.
+    chance = batch_size / size.astype(jnp.float32) * (1 - 1e-6)
+    below = (chance * 2.0**32).astype(jnp.uint32)
+    taken = (jax.random.bits(key, (capacity,), jnp.uint32) < below) | (batch_size >= size)
+    taken = taken & (jnp.arange(capacity) < size)
+    chosen = jnp.argsort(~taken, stable=True)[:places]
+    return chosen, taken[chosen]
 
 
 def random_flip(key: Array, images: Array) -> Array:

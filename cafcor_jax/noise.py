@@ -25,6 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cafcor_jax.float64 import matmul
+from cafcor_jax.privacy.graphs import SecretGraph, matchings
 from cafcor_jax.threefry import is_threefry, over_keys, threefry
 from cafcor_jax.types import Array, PyTree
 
@@ -60,12 +62,18 @@ def independent(keys: Array, round_index: Array | int, size: int, sigma: Array |
 
 
 def projected(
-    key: Array, num_workers: int, round_index: Array | int, size: int, sigma: Array | float
+    key: Array,
+    num_workers: int,
+    round_index: Array | int,
+    size: int,
+    sigma: Array | float,
+    graph: SecretGraph | None = None,
 ) -> Array:
-    """Noise with the joint law of `pairwise` in O(nd) instead of O(n^2 d): sigma sqrt(n) (z_i - mean of z).
+    """Noise with the joint law of `pairwise` from O(nd) draws, not O(n^2 d): sigma sqrt(n) (z_i - mean of z).
 
-    Its covariance between workers, sigma^2 (n I - 1 1^T), is that of pairwise-cancelling noise. It is for
-    simulations only: no party could draw its row alone.
+    Its covariance between workers, sigma^2 (n I - 1 1^T), is that of pairwise-cancelling noise. On another
+    secret graph it is sigma^2 L, and the noise sigma L^(1/2) z. It is for simulations only: no party could
+    draw its row alone.
 
     Args:
       key: one typed key.
@@ -73,22 +81,32 @@ def projected(
       round_index: t.
       size: d.
       sigma: sigma_cor, the standard deviation of one pair's noise.
+      graph: who shares a secret with whom; None for everyone with everyone.
 
     Returns:
       [n, d].
     """
     keys = jax.random.split(jax.random.fold_in(key, round_index), num_workers)
     average = jnp.full((1, num_workers), 1 / num_workers, jnp.float32)
+    root = None if graph is None else jnp.asarray(_laplacian_root(graph), jnp.float32)
 
     def block(index: Array) -> Array:
         normals = jnp.concatenate(_normals(_fold_in(keys, index)), axis=-1)
-        centred = normals - jnp.matmul(average, normals, precision=lax.Precision.HIGHEST)
+        if root is not None:
+            return jnp.asarray(sigma, jnp.float32) * matmul(root, normals)
+        centred = normals - matmul(average, normals)
         return jnp.asarray(sigma * math.sqrt(num_workers), jnp.float32) * centred
 
     return _by_blocks(block, num_workers, size)
 
 
-def pairwise(pair_keys: Array, round_index: Array | int, size: int, sigma: Array | float) -> Array:
+def pairwise(
+    pair_keys: Array,
+    round_index: Array | int,
+    size: int,
+    sigma: Array | float,
+    graph: SecretGraph | None = None,
+) -> Array:
     """Pairwise-cancelling noise of all workers: row i is sum_{j != i} v_ij, v_ij = -v_ji ~ N(0, sigma^2 I).
 
     Args:
@@ -96,13 +114,16 @@ def pairwise(pair_keys: Array, round_index: Array | int, size: int, sigma: Array
       round_index: t.
       size: d.
       sigma: sigma_cor, the standard deviation of one pair's noise.
+      graph: who shares a secret with whom, the sum being over j with which i does; None for everyone.
 
     Returns:
       [n, d]; the memory is that of the result, never n x n x d.
     """
     n = pair_keys.shape[0]
-    if n == 1:
-        return jnp.zeros((1, size), jnp.float32)
+    if n == 1 or (graph is not None and not graph.edges):
+        return jnp.zeros((n, size), jnp.float32)
+    if graph is not None:
+        return _pairwise_on_graph(pair_keys, round_index, size, sigma, graph)
     # Pairs at distance s on a circle: row i of step s belongs to the pair {i, i + s mod n}. All n rows of a
     # step are drawn at once, added to row i and subtracted from row i + s (the other way round where i + s
     # passes n), so every pair comes once for s < n / 2. At s = n / 2 every pair comes twice; its second draw
@@ -129,8 +150,57 @@ def pairwise(pair_keys: Array, round_index: Array | int, size: int, sigma: Array
     return _by_blocks(block, n, size)
 
 
+def _pairwise_on_graph(
+    pair_keys: Array, round_index: Array | int, size: int, sigma: Array | float, graph: SecretGraph
+) -> Array:
+    """`pairwise` in O(n k d): a step draws the edges of one matching, in which no worker comes twice."""
+    n = pair_keys.shape[0]
+    groups = matchings(graph)
+    # Matchings are filled up with a pair that has no sign.
+    ends = np.zeros((len(groups), max(map(len, groups)), 2), np.int32)
+    edge_of, sign = np.zeros((len(groups), n), np.int32), np.zeros((len(groups), n), np.int32)
+    for step, group in enumerate(groups):
+        for edge, (i, j) in enumerate(group):
+            ends[step, edge] = i, j
+            edge_of[step, [i, j]] = edge
+            sign[step, [i, j]] = 1, -1
+    keys = _fold_in(pair_keys[ends[..., 0], ends[..., 1]], round_index)
+    edges, signs = jnp.asarray(edge_of), jnp.asarray(sign)
+
+    def block(block_index: Array) -> Array:
+        def draw(s: Array | int) -> tuple[Array, ...]:
+            return tuple(_to_grid(half, n) for half in _normals(_fold_in(keys[s], block_index)))
+
+        def add(totals: tuple[Array, ...], drawn: tuple[Array, ...], s: Array | int) -> tuple[Array, ...]:
+            return tuple(
+                total + signs[s][:, None] * half[edges[s]] for total, half in zip(totals, drawn, strict=True)
+            )
+
+        # As in `pairwise`, what a step draws is added by the next one, so that it is computed once.
+        def step(s: Array, carry: tuple) -> tuple:
+            totals, drawn = carry
+            return add(totals, drawn, s - 1), draw(s)
+
+        zero = jnp.zeros((n, BLOCK // 2), jnp.int32)
+        totals, drawn = lax.fori_loop(1, len(groups), step, ((zero, zero), draw(0)))
+        return _from_grid(jnp.concatenate(add(totals, drawn, len(groups) - 1), axis=-1), n, sigma)
+
+    return _by_blocks(block, n, size)
+
+
+def _laplacian_root(graph: SecretGraph) -> np.ndarray:
+    """The symmetric root of the graph's Laplacian, [n, n]."""
+    values, vectors = np.linalg.eigh(np.diag(graph.degrees) - graph.adjacency.astype(np.float64))
+    return (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
+
+
 def pairwise_row(
-    own_pair_keys: Array, worker: Array | int, round_index: Array | int, size: int, sigma: Array | float
+    own_pair_keys: Array,
+    worker: Array | int,
+    round_index: Array | int,
+    size: int,
+    sigma: Array | float,
+    graph: SecretGraph | None = None,
 ) -> Array:
     """One worker's row of `pairwise`, bitwise the same, from its own keys alone.
 
@@ -140,6 +210,7 @@ def pairwise_row(
       round_index: t.
       size: d.
       sigma: sigma_cor.
+      graph: who shares a secret with whom; None for everyone with everyone.
 
     Returns:
       [d].
@@ -147,6 +218,8 @@ def pairwise_row(
     n = own_pair_keys.shape[0]
     index = jnp.arange(n)
     sign = jnp.sign(index - worker)[:, None]
+    if graph is not None:
+        sign = sign * jnp.asarray(graph.adjacency)[worker][:, None]
     round_keys = _fold_in(own_pair_keys, round_index)
 
     def block(block_index: Array) -> Array:

@@ -92,6 +92,13 @@ BAD = [
     ({"weight_decay": -1e-4}, ["weight_decay=-0.0001", "0 or greater"]),
     ({"seed": -1}, ["seed=-1", "from 0"]),
     ({"seed": 2**32}, ["seed=4294967296", "to 4294967295"]),
+    ({"sampling": "shuffle"}, ["sampling='shuffle'", "without_replacement, poisson"]),
+    ({"sampling": "poisson"}, ["sampling='poisson'", "privacy_level='example'"]),
+    ({"noise_split": "fair"}, ["noise_split='fair'", "equal, mean_noise, robust"]),
+    ({"noise_split": "robust", "threat_model": "ldp"}, ["noise_split='robust'", "'byzldp'"]),
+    ({"secret_graph": "star"}, ["secret_graph='star'", "complete, ring, regular:DEGREE"]),
+    ({"secret_graph": "regular:100"}, ["degree 100 over 100 workers", "at most 99"]),
+    ({"secret_graph": "ring", "threat_model": "cdp"}, ["secret_graph='ring'", "secldp and byzldp"]),
     ({"workdir": ""}, ["workdir=''"]),
     ({"workdir": "runs/{sed}"}, ["workdir='runs/{sed}'", "{sed}"]),
     ({"eval_every": 0}, ["eval_every=0", "at least 1"]),
@@ -139,6 +146,8 @@ def test_not_finite_is_refused(name, value, threat_model):
         {"threat_model": "none", "privacy_level": "example", "accountant": "exact"},
         {"privacy_level": "example", "accountant": "rdp"},
         {"attack": "none"},
+        {"privacy_level": "example", "sampling": "poisson"},
+        {"noise_split": "mean_noise", "secret_graph": "regular:8"},
         {"num_colluding": 0},
         {"num_colluding": 10},
         {"attack_factor": -2.0},
@@ -232,9 +241,13 @@ def test_every_flag_reaches_its_field(name):
         "workdir": "elsewhere",
         "data_dir": "d",
         "idx_dir": "i",
+        "sampling": "poisson",
+        "noise_split": "robust",
+        "secret_graph": "ring",
     }
     text = others.get(name, "42")
-    cfg = parse(f"--{name}={text}")
+    needed = {"sampling": ["--privacy_level=example"]}.get(name, [])
+    cfg = parse(f"--{name}={text}", *needed)
     assert getattr(cfg, name) == config._kind(FIELDS[name])(text) != getattr(Config(), name)
     assert set(config.differences(cfg, Config())) <= {name}
 

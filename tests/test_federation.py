@@ -7,7 +7,7 @@ import optax
 import pytest
 from scipy import stats
 
-from cafcor_jax import aggregators, attacks, federation, noise, privacy, secrets
+from cafcor_jax import aggregators, attacks, clipping, federation, noise, privacy, secrets
 
 N, F, M, B = 6, 2, 9, 4
 H = N - F
@@ -236,6 +236,80 @@ def test_samples_are_distinct_uniform_and_within_size():
     counts = np.unique([a * 7 + b for a, b in pairs], return_counts=True)[1]
     assert len(counts) == 21
     assert stats.chisquare(counts).pvalue > 1e-3
+
+
+def test_poisson_samples():
+    draw = jax.jit(jax.vmap(lambda key: federation.sample_poisson(key, 10, jnp.int32(7), 3, 7)))
+    chosen, present = map(np.asarray, draw(jax.random.split(jax.random.key(0), 7000)))
+    assert chosen.shape == present.shape == (7000, 10)
+    taken = np.zeros((7000, 10), int)
+    np.add.at(taken, (np.arange(7000)[:, None], chosen), present)
+    assert taken.max() == 1 and not taken[:, 7:].any()
+    # Each by itself with chance 3/7: the size is binomial, and two items are taken together in 9/49.
+    sizes = np.bincount(taken.sum(1), minlength=8)
+    assert stats.chisquare(sizes, 7000 * stats.binom.pmf(np.arange(8), 7, 3 / 7)).pvalue > 1e-3
+    together = sum(taken[:, i] @ taken[:, j] for i in range(7) for j in range(i))
+    assert together / 7000 / 21 == pytest.approx(9 / 49, rel=0.03)
+    # Never more than the largest batch, and all of them where the batch is everything.
+    _, few = federation.sample_poisson(jax.random.key(1), 200, jnp.int32(200), 100, 20)
+    assert few.shape == (20,) and few.all()
+    _, everything = federation.sample_poisson(jax.random.key(1), 10, jnp.int32(7), 7, 7)
+    assert everything.sum() == 7
+
+
+def test_poisson_batches_are_divided_by_their_expected_size(params, data):
+    """Over many rounds the mean of the clipped gradients is that over all examples, whatever the sizes."""
+    private = plan(
+        "cdp", level="example", sampling="poisson", batch_size=3, samples_per_worker=M, epsilon=5.0
+    )
+    clipped_gradient = clipping.example_level(loss_fn, private.clip_norm)
+    draw = jax.jit(
+        lambda key: federation.honest_gradients(
+            key, params, data, clipped_gradient=clipped_gradient, batch_size=3,
+            largest_batch=private.largest_batch,
+        ).gradient
+    )  # fmt: skip
+    keys = jax.random.split(jax.random.key(3), 600)
+    mean = jax.tree.map(lambda leaf: np.asarray(leaf).mean(0), jax.lax.map(draw, keys))
+    for worker in range(H):
+        whole = clipped_gradient(params, data.images[worker], data.labels[worker]).gradient
+        for got, want in zip(jax.tree.leaves(mean), jax.tree.leaves(whole), strict=True):
+            assert np.linalg.norm(got[worker] - want) < 0.1 * CLIP
+    # A draw by itself is not the mean: sizes vary, and the divisor does not.
+    assert np.std([float(jnp.linalg.norm(draw(key)["w"][0])) for key in keys[:20]]) > 1e-3
+
+
+def test_a_federation_samples_as_its_plan_says(params, data):
+    """The same keys with the other sampling give other rounds: the plan is what decides."""
+    settings = {"level": "example", "batch_size": B, "samples_per_worker": M}
+    after = {}
+    for sampling in ("without_replacement", "poisson"):
+        rounds = make(plan("cdp", sampling=sampling, **settings), batch_size=B)
+        state = rounds.init(params)
+        for _ in range(2):
+            state, info = jax.jit(rounds.step)(jax.random.key(0), state, data)
+        assert np.isfinite(info.loss)
+        after[sampling] = np.asarray(state.params["w"])
+    assert (after["poisson"] != after["without_replacement"]).any()
+
+
+@pytest.mark.parametrize("noise_mode", ["pairwise", "projected"])
+def test_noise_on_a_secret_graph_has_its_law(params, data, noise_mode):
+    """Messages less gradients: covariance sigma_cor^2 L + sigma_ind^2 I over the honest workers."""
+    graph = privacy.graphs.ring(N)
+    wide = {"w": jnp.zeros((8, 2000)), "b": jnp.zeros(2000)}
+    private = plan(graph=graph, epsilon=5.0, clip_norm=1e-6)
+    rounds = make(private, noise_mode=noise_mode, momentum=0.0, attack=attacks.none())
+    state = rounds.init(wide)._replace(round=jnp.int32(1))
+    state, _ = jax.jit(rounds.step)(jax.random.key(0), state, data)
+    rows = np.concatenate(
+        [np.asarray(leaf).reshape(H, -1) for leaf in jax.tree.leaves(state.momentum)], axis=1
+    )
+    laplacian = np.diag(graph.degrees) - graph.adjacency.astype(float)
+    want = (private.sigma_cor**2 * laplacian + private.sigma_ind**2 * np.eye(N))[:H, :H]
+    np.testing.assert_allclose(rows @ rows.T / rows.shape[1], want, atol=0.05 * want.max())
+    complete = private.sigma_cor**2 * (N * np.eye(N) - 1) + private.sigma_ind**2 * np.eye(N)
+    assert np.abs(rows @ rows.T / rows.shape[1] - complete[:H, :H]).max() > 0.3 * want.max()
 
 
 def test_flips_happen_to_half_of_the_images():

@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from cafcor_jax import noise, secrets
+from cafcor_jax.privacy import graphs
 
 B = noise.BLOCK
 KEY = jax.random.key(7)
@@ -93,6 +94,42 @@ def test_as_integers_the_noise_cancels_exactly(n, monkeypatch):
     whole = draw(lambda total: total & 0xFFFF) + (draw(lambda total: total >> 16) << 16)
     assert np.abs(whole).max() > 2**24
     np.testing.assert_array_equal(whole.sum(axis=0), 0)
+
+
+@pytest.mark.parametrize("name", ["ring", "regular:4", "complete"])
+def test_on_a_graph_rows_pairs_and_cancellation(name):
+    n, d = 12, 2 * B + 5
+    graph, keys = graphs.parse(name, n), secrets.key_matrix(jax.random.key(8), n)
+    rows = np.asarray(jax.jit(lambda t: noise.pairwise(keys, t, d, 0.7, graph))(3))
+    for i in range(n):
+        np.testing.assert_array_equal(rows[i], noise.pairwise_row(keys[i], i, 3, d, 0.7, graph))
+        pairs = [noise.pair_noise(keys[i, j], i, j, n, 3, d, 0.7) for j in range(n) if graph.adjacency[i, j]]
+        np.testing.assert_allclose(rows[i], np.sum(pairs, axis=0), rtol=0, atol=1e-5)
+    assert np.abs(rows.sum(0)).max() < 1e-5
+    if name == "complete":
+        np.testing.assert_array_equal(rows, noise.pairwise(keys, 3, d, 0.7))
+
+
+@pytest.mark.parametrize("name", ["ring", "regular:4"])
+def test_on_a_graph_projected_has_the_covariance_of_pairwise(name):
+    n, d = 10, 40_000
+    graph = graphs.parse(name, n)
+    laplacian = np.diag(graph.degrees) - graph.adjacency.astype(float)
+    for rows in (
+        noise.projected(jax.random.key(1), n, 2, d, 1.0, graph),
+        noise.pairwise(secrets.key_matrix(jax.random.key(1), n), 2, d, 1.0, graph),
+    ):
+        rows = np.asarray(rows, np.float64)
+        # The standard error of an entry is at most degree sqrt(2 / d).
+        np.testing.assert_allclose(
+            rows @ rows.T / d, laplacian, atol=6 * graph.degrees.max() * (2 / d) ** 0.5
+        )
+
+
+def test_a_graph_without_secrets_has_no_noise():
+    empty = graphs.given(np.zeros((4, 4)))
+    keys = secrets.key_matrix(jax.random.key(0), 4)
+    assert not np.asarray(noise.pairwise(keys, 0, 10, 1.0, empty)).any()
 
 
 def test_one_worker_has_no_pair():

@@ -9,6 +9,7 @@ One frozen `PrivacyPlan` feeds both the noise and the accountant, so that the tw
 (0.6, 26.39)
 """
 
+from cafcor_jax.privacy import graphs
 from cafcor_jax.privacy.accountant import (
     OPACUS_ORDERS,
     ORDERS,
@@ -17,10 +18,12 @@ from cafcor_jax.privacy.accountant import (
     gaussian_epsilon,
     gaussian_log_delta,
     paper_epsilon,
+    poisson_gaussian_rdp,
     rdp_epsilon,
     subsampled_gaussian_rdp,
 )
-from cafcor_jax.privacy.calibration import calibrate, no_privacy
+from cafcor_jax.privacy.calibration import SPLITS, best_split, calibrate, no_privacy
+from cafcor_jax.privacy.graphs import SecretGraph, WorstCase, worst_case
 from cafcor_jax.privacy.mechanism import (
     honest_covariance,
     honest_mean_std,
@@ -35,19 +38,26 @@ __all__ = [
     "OPACUS_ORDERS",
     "ORDERS",
     "SAMPLINGS",
+    "SPLITS",
     "THREAT_MODELS",
     "PrivacyPlan",
+    "SecretGraph",
+    "WorstCase",
+    "best_split",
     "calibrate",
     "epsilon",
     "epsilon_schedule",
     "gaussian_epsilon",
     "gaussian_log_delta",
+    "graphs",
     "honest_covariance",
     "honest_mean_std",
     "no_privacy",
     "paper_epsilon",
+    "poisson_gaussian_rdp",
     "rdp_epsilon",
     "step_divergence",
     "step_divergence_of_covariance",
     "subsampled_gaussian_rdp",
+    "worst_case",
 ]

@@ -5,12 +5,16 @@ import math
 from typing import Any
 
 from cafcor_jax.errors import UserError
-from cafcor_jax.privacy import mechanism
+from cafcor_jax.privacy import graphs, mechanism
 
 THREAT_MODELS = ("none", "ldp", "cdp", "secldp", "byzldp")
 ACCOUNTANTS = ("exact", "rdp", "paper")
 LEVELS = ("user", "example")
-SAMPLINGS = ("none", "without_replacement")
+SAMPLINGS = ("none", "without_replacement", "poisson")
+
+# Poisson batches have a largest size, which is exceeded with this part of delta in a whole run at most. The
+# accountant counts with the rest of delta.
+TRUNCATED = 1e-6
 
 _WORDS = {
     "none": "no privacy",
@@ -18,6 +22,12 @@ _WORDS = {
     "cdp": "CDP (the server is trusted; the workers together add the noise it would)",
     "secldp": "SecLDP (curious server, no worker reveals its secrets)",
     "byzldp": "ByzLDP (curious server, to which Byzantine workers reveal their secrets)",
+}
+
+_HOW = {
+    "exact": "exact for the worst colluders",
+    "enumerated": "exact for the worst colluders (all sets were looked at)",
+    "bound": "an upper bound, from the graph's spectrum",
 }
 
 
@@ -60,7 +70,10 @@ class PrivacyPlan:
       epsilon: The budget; infinite if none was set.
       batch_size: b, needed at the example level.
       samples_per_worker: m, needed at the example level (of the smallest worker, if they differ).
-      sampling: How batches are drawn, as far as the accountant profits from it. "none" at the user level.
+      sampling: How batches are drawn, as far as the accountant profits from it. "none" at the user level;
+        "without_replacement" (neighbours replace an example) or "poisson" (they add or remove one, and b is
+        the expected size) at the example level.
+      graph: Who shares a secret with whom; None for everyone with everyone.
 
     Example:
       >>> plan = PrivacyPlan(threat_model="ldp", num_workers=10, num_byzantine=2, rounds=5, clip_norm=1.0,
@@ -86,6 +99,7 @@ class PrivacyPlan:
     batch_size: int | None = None
     samples_per_worker: int | None = None
     sampling: str = "none"
+    graph: graphs.SecretGraph | None = None
 
     def __post_init__(self) -> None:
         check_choice("threat_model", self.threat_model, THREAT_MODELS)
@@ -123,10 +137,11 @@ class PrivacyPlan:
                 f"{self.batch_size}: batches are drawn without replacement."
             )
         # At the user level all examples of a worker may change at once, so sampling them hides nothing.
-        expected = "without_replacement" if self.level == "example" else "none"
-        if self.sampling != expected:
+        allowed = SAMPLINGS[1:] if self.level == "example" else SAMPLINGS[:1]
+        if self.sampling not in allowed:
             raise UserError(
-                f"sampling must be {expected!r} at the {self.level} level, got {self.sampling!r}."
+                f"sampling must be {' or '.join(map(repr, allowed))} at the {self.level} level, got "
+                f"{self.sampling!r}."
             )
 
     def _check_threat_model(self) -> None:
@@ -160,11 +175,64 @@ class PrivacyPlan:
                 "'byzldp' or 'ldp'."
             )
         mechanism.check_noise(self.sigma_ind, self.sigma_cor, self.num_byzantine, self.num_colluding)
+        if self.graph is not None:
+            if self.graph.num_workers != self.num_workers:
+                raise UserError(
+                    f"graph must be over num_workers={self.num_workers} workers, got one over "
+                    f"{self.graph.num_workers}."
+                )
+            if math.isinf(self.worst_case.step_divergence):
+                raise UserError(
+                    f"sigma_ind is 0, and on this {self.graph.describe()} num_colluding={self.num_colluding} "
+                    "colluders may cut honest workers off from the others and from the silent Byzantine ones "
+                    "(or it cannot be excluded): their noise then cancels in their sum, and epsilon is "
+                    "infinite. Use sigma_ind > 0, more secrets a worker, or fewer colluders."
+                )
 
     @property
     def sensitivity(self) -> float:
-        """How far one neighbouring change moves a worker's clipped gradient: 2C, or 2C/b for one example."""
-        return 2 * self.clip_norm / (self.batch_size or 1) if self.level == "example" else 2 * self.clip_norm
+        """How far one neighbouring change moves a worker's clipped gradient.
+
+        2C at the user level. At the example level 2C/b where an example is replaced, C/b where it is added or
+        removed (Poisson sampling).
+        """
+        if self.level == "user":
+            return 2 * self.clip_norm
+        return (1 if self.sampling == "poisson" else 2) * self.clip_norm / (self.batch_size or 1)
+
+    @property
+    def largest_batch(self) -> int | None:
+        """The most examples a batch can have: b, or with Poisson sampling what is exceeded next to never."""
+        if self.sampling != "poisson" or self.batch_size is None or self.samples_per_worker is None:
+            return self.batch_size
+        from scipy import stats  # takes long to import
+
+        chance = TRUNCATED * self.delta / self.rounds
+        return int(stats.binom.isf(chance, self.samples_per_worker, self.sampling_rate)) + 1
+
+    @property
+    def worst_case(self) -> graphs.WorstCase:
+        """eps_step of the correlated mechanism on the secret graph, and whether that is exact."""
+        if self.graph is not None:
+            return graphs.worst_case(
+                self.graph,
+                sigma_ind=self.sigma_ind,
+                sigma_cor=self.sigma_cor,
+                num_byzantine=self.num_byzantine,
+                num_colluding=self.num_colluding,
+                clip_norm=self.sensitivity / 2,
+            )
+        return graphs.WorstCase(
+            mechanism.step_divergence(
+                sigma_ind=self.sigma_ind,
+                sigma_cor=self.sigma_cor,
+                num_workers=self.num_workers,
+                num_byzantine=self.num_byzantine,
+                num_colluding=self.num_colluding,
+                clip_norm=self.sensitivity / 2,
+            ),
+            "exact",
+        )
 
     @property
     def sampling_rate(self) -> float:
@@ -181,31 +249,49 @@ class PrivacyPlan:
         if self.threat_model == "cdp":
             # The server shows only the mean of n messages: sensitivity/n against sigma_ind/sqrt(n).
             return (self.sensitivity / self.sigma_ind) ** 2 / (2 * self.num_workers)
-        return mechanism.step_divergence(
-            sigma_ind=self.sigma_ind,
-            sigma_cor=self.sigma_cor,
-            num_workers=self.num_workers,
-            num_byzantine=self.num_byzantine,
-            num_colluding=self.num_colluding,
-            clip_norm=self.sensitivity / 2,
-        )
+        return self.worst_case.step_divergence
 
     @property
     def honest_mean_std(self) -> float:
         """Noise, per coordinate, left in the mean of the honest messages."""
-        return mechanism.honest_mean_std(
-            sigma_ind=self.sigma_ind,
-            sigma_cor=self.sigma_cor,
-            num_workers=self.num_workers,
-            num_byzantine=self.num_byzantine,
-        )
+        return self.mean_std_without(0)
+
+    def mean_std_without(self, num_vanished: int) -> float:
+        """Noise, per coordinate, left in the mean of the honest messages that arrive.
+
+        What an honest worker shares with one that has vanished, or is Byzantine, does not cancel. Privacy
+        does not suffer: the server sees a part of what it would have seen, with noise of the same law.
+
+        Args:
+          num_vanished: Honest workers whose messages do not come.
+        """
+        mechanism.check_int("num_vanished", num_vanished, 0)
+        left = self.num_workers - self.num_byzantine - num_vanished
+        if left < 1:
+            raise UserError(
+                f"num_vanished must be less than the {left + num_vanished} honest workers, got "
+                f"{num_vanished}."
+            )
+        outside = self.num_byzantine + num_vanished
+        # Exact for the complete graph; at most that many on another.
+        most = self.num_workers - 1 if self.graph is None else int(self.graph.degrees.max())
+        uncancelled = outside * min(most, left) / left
+        return math.sqrt((uncancelled * self.sigma_cor**2 + self.sigma_ind**2) / left)
+
+    @property
+    def message_std(self) -> float:
+        """Noise, per coordinate, in one message (of the worker with the most secrets)."""
+        secrets = self.num_workers - 1 if self.graph is None else int(self.graph.degrees.max())
+        return math.sqrt(secrets * self.sigma_cor**2 + self.sigma_ind**2)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for strict JSON; an infinite float, which JSON lacks, becomes "inf"."""
         out: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type is float:
+            if field.name == "graph":
+                value = value and value.to_dict()
+            elif field.type is float:
                 value = float(value) if math.isfinite(value) else "inf"
             elif field.type is not str and value is not None:
                 value = int(value)  # also from NumPy
@@ -220,7 +306,8 @@ class PrivacyPlan:
         if unknown or missing:
             raise UserError(f"a stored privacy plan has unknown fields {unknown} and lacks {missing}.")
         plain: dict[str, Any] = {k: float(v) if fields[k] is float else v for k, v in values.items()}
-        return cls(**plain)
+        graph = values["graph"] and graphs.SecretGraph.from_dict(values["graph"])
+        return cls(**plain | {"graph": graph})
 
     def describe(self) -> str:
         """The plan in a few lines for a person."""
@@ -236,12 +323,15 @@ class PrivacyPlan:
         else:
             lines.append(
                 f"  protects one example of a worker (example level), batches of {self.batch_size} "
-                f"of {self.samples_per_worker} without replacement"
+                f"of {self.samples_per_worker} "
+                + ("on average (Poisson)" if self.sampling == "poisson" else "without replacement")
             )
+        if self.graph is not None:
+            lines.append(f"  secrets: {self.graph.describe()}; epsilon is {_HOW[self.worst_case.how]}")
         budget = "no budget set" if math.isinf(self.epsilon) else f"budget epsilon = {self.epsilon:g}"
         lines.append(f"  {budget} at delta = {self.delta:g}, accountant {self.accountant}")
         lines.append(
             f"  noise: sigma_ind = {self.sigma_ind:.6g}, sigma_cor = {self.sigma_cor:.6g}; "
-            f"left in the honest mean: {self.honest_mean_std:.6g}"
+            f"left in the honest mean: {'' if self.graph is None else 'at most '}{self.honest_mean_std:.6g}"
         )
         return "\n".join(lines)

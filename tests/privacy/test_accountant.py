@@ -308,3 +308,50 @@ def test_bad_arguments():
             privacy.subsampled_gaussian_rdp([2], 1.0, rate)
     with pytest.raises(ValueError, match="mu must be positive"):
         privacy.subsampled_gaussian_rdp([2], 0.0, 0.5)
+
+
+@pytest.mark.parametrize("rate", [1e-4, 1 / 60, 0.1, 0.5, 0.99])
+@pytest.mark.parametrize("mu", [0.05, 0.5, 1.0, 2.0, 4.0])
+def test_poisson_rdp_is_dp_accountings_and_the_integral(rate, mu):
+    # At whole orders; at others the series of dp-accounting 0.6.0 is loose.
+    orders = [2, 3, 8, 12, *([33, 63] if mu <= 1 else [])]
+    theirs = sampled_rdp(
+        lambda event: dp_accounting.PoissonSampledDpEvent(rate, event),
+        1 / mu, orders, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+    )  # fmt: skip
+    np.testing.assert_allclose(privacy.poisson_gaussian_rdp(orders, mu, rate), theirs, rtol=1e-6, atol=1e-14)
+    for order in (1.05, 1.9, 3.7):
+        # Of the moment less 1: E(ratio) = 1, so what is linear in the ratio integrates to 0.
+        def moment(x, order=order):
+            excess = rate * math.expm1(mu * x - mu**2 / 2)
+            return (math.expm1(order * math.log1p(excess)) - order * excess) * stats.norm.pdf(x)
+
+        peaks = [0, mu, order * mu]
+        value = integrate.quad(moment, -12, order * mu + 12, epsrel=1e-11, epsabs=0, limit=500, points=peaks)[
+            0
+        ]
+        ours = privacy.poisson_gaussian_rdp([order], mu, rate)[0]
+        assert ours == pytest.approx(math.log1p(value) / (order - 1), rel=1e-7, abs=1e-13)
+
+
+@pytest.mark.parametrize("rate, multiplier", [(1 / 60, 0.5), (0.01, 1.0), (0.2, 2.0), (1.0, 3.0)])
+def test_poisson_is_opacus(rate, multiplier):
+    analysis = pytest.importorskip("opacus.accountants.analysis.rdp")
+    theirs = analysis.compute_rdp(q=rate, noise_multiplier=multiplier, steps=400, orders=list(OPACUS))
+    ours = 400 * privacy.poisson_gaussian_rdp(OPACUS, 1 / multiplier, rate)
+    epsilon, _ = analysis.get_privacy_spent(orders=list(OPACUS), rdp=theirs, delta=1e-4)
+    assert float(privacy.rdp_epsilon(OPACUS, ours, 1e-4)) == pytest.approx(epsilon, rel=1e-6)
+
+
+def test_poisson_is_opacus_in_figure_2():
+    poisson = example_plan(sampling="poisson", sigma_ind=0.5 * 5 / 100)
+    assert privacy.epsilon(poisson) == pytest.approx(13.711, abs=5e-4)
+
+
+def test_poisson_with_all_examples_is_the_gaussian():
+    orders = [1.5, 2, 10]
+    np.testing.assert_allclose(privacy.poisson_gaussian_rdp(orders, 0.7, 1.0), np.array(orders) * 0.7**2 / 2)
+    near = privacy.poisson_gaussian_rdp(orders, 0.7, 1 - 1e-12)
+    np.testing.assert_allclose(near, np.array(orders) * 0.7**2 / 2, rtol=1e-9)
+    with pytest.raises(ValueError, match=r"rate must be in \(0, 1\], got 0"):
+        privacy.poisson_gaussian_rdp(orders, 0.7, 0)

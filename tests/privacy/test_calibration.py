@@ -218,9 +218,15 @@ def test_impossible_budgets_are_refused(overrides, message):
             "sigma_ind must be finite and positive",
         ),
         (dict(threat_model="none", epsilon=math.inf), "threat_model 'none' has sigma_ind = sigma_cor = 0"),
-        (dict(sampling="poisson"), "sampling must be one of none, without_replacement, got 'poisson'"),
+        (
+            dict(sampling="shuffled"),
+            "sampling must be one of none, without_replacement, poisson, got 'shuffled'",
+        ),
         (dict(sampling="without_replacement"), "sampling must be 'none' at the user level"),
-        (dict(EXAMPLE, sampling="none"), "sampling must be 'without_replacement' at the example level"),
+        (
+            dict(EXAMPLE, sampling="none"),
+            "sampling must be 'without_replacement' or 'poisson' at the example level",
+        ),
     ],
 )
 def test_impossible_plans_cannot_exist(overrides, message):
@@ -237,3 +243,70 @@ def test_step_divergence_says_why_epsilon_is_infinite():
         privacy.step_divergence(sigma_ind=1e-200, sigma_cor=1.0, **base)
     with pytest.raises(ValueError, match="clip_norm must be finite and positive, got 0"):
         privacy.step_divergence(sigma_ind=1.0, sigma_cor=1.0, **{**base, "clip_norm": 0})
+
+
+FIGURE_1 = [(26.4, 10, 2.25), (27.8, 5, 2.25), (39.6, 10, 1.0), (39.6, 5, 1.0)]
+
+
+@pytest.mark.parametrize("epsilon, f, clip_norm", FIGURE_1)
+def test_best_splits_keep_the_budget_and_do_what_they_are_for(epsilon, f, clip_norm):
+    settings = dict(epsilon=epsilon, num_byzantine=f, clip_norm=clip_norm)
+    equal, mean, robust = (calibrate(split=split, **settings) for split in privacy.SPLITS)
+    for plan in (equal, mean, robust):
+        assert_round_trip(plan, epsilon)
+    gain = 1 - mean.honest_mean_std / equal.honest_mean_std
+    assert gain == pytest.approx({5: 0.072, 10: 0.124}[f], abs=0.001)
+
+    def purpose(plan):
+        hidden = f / 100 * plan.message_std**2 / (100 - f)
+        return plan.honest_mean_std**2 + hidden
+
+    assert robust.message_std < mean.message_std < equal.message_std
+    assert purpose(robust) < min(purpose(mean), purpose(equal))
+    assert mean.honest_mean_std < robust.honest_mean_std < equal.honest_mean_std
+
+
+@pytest.mark.parametrize("split", ["mean_noise", "robust"])
+@pytest.mark.parametrize(
+    "n, f, q", [(100, 10, 10), (100, 10, 3), (9, 4, 4), (30, 1, 1), (30, 5, 0), (7, 0, 0)]
+)
+def test_no_other_split_is_better(split, n, f, q):
+    def purpose(ind, cor):
+        leaked = privacy.step_divergence(
+            sigma_ind=math.sqrt(ind), sigma_cor=math.sqrt(cor), num_workers=n, num_byzantine=f,
+            num_colluding=q, clip_norm=1.0,
+        )  # fmt: skip
+        noise = f * cor + ind
+        if split == "robust":
+            noise += f / n * ((n - 1) * cor + ind)
+        return noise * leaked
+
+    ind, cor = np.square(privacy.best_split(split=split, num_workers=n, num_byzantine=f, num_colluding=q))
+    assert ind + cor == pytest.approx(1)
+    found = purpose(ind, cor)
+    shares = np.concatenate([np.geomspace(1e-6, 0.5, 300), 1 - np.geomspace(1e-6, 0.5, 300)])
+    assert found <= min(purpose(1 - share, share) for share in shares) * (1 + 1e-6)
+
+
+def test_a_split_needs_two_kinds_of_noise():
+    with pytest.raises(ValueError, match="split must be 'equal' under 'secldp', got 'robust'"):
+        calibrate("secldp", split="robust")
+    with pytest.raises(ValueError, match="split must be one of equal, mean_noise, robust, got 'best'"):
+        calibrate(split="best")
+    with pytest.raises(ValueError, match="graph must be None under 'ldp'"):
+        calibrate("ldp", graph=privacy.graphs.ring(100))
+
+
+def test_poisson_plans():
+    plan = calibrate("cdp", epsilon=13.7, sampling="poisson", **EXAMPLE)
+    assert_round_trip(plan, 13.7)
+    assert plan.sensitivity == pytest.approx(2.25 / 100)
+    assert "batches of 100 of 6000 on average (Poisson)" in plan.describe()
+    # Exceeded next to never, and the fewest for which that is so.
+    from scipy import stats
+
+    chance = 1e-6 * plan.delta / plan.rounds
+    most = plan.largest_batch
+    assert stats.binom.sf(most, 6000, 100 / 6000) <= chance < stats.binom.sf(most - 2, 6000, 100 / 6000)
+    with pytest.raises(ValueError, match="sampling must be 'none' at the user level, got 'poisson'"):
+        calibrate("cdp", sampling="poisson")
