@@ -219,6 +219,25 @@ class Config:
         group="Privacy",
         choices=noise.MODES,
     )
+    precision: str = _field(
+        "float32",
+        "'grid' rounds gradient and noise to whole multiples of one step, so that the low-order bits of a "
+        "message tell nothing and the noise of pairs cancels bitwise; at the user level, not with 'exact'.",
+        group="Privacy",
+        choices=("float32", "grid"),
+    )
+    grid_bits: int | None = _field(
+        None,
+        "The step of the grid is 2^-bits; with --precision=grid only.",
+        group="Privacy",
+        unset="as fine as is cheap",
+    )
+    generator: str = _field(
+        "threefry2x32",
+        "Behind all keys: JAX's default with keys of 64 bits, or 'chacha20' with keys of 256 bits, slower.",
+        group="Privacy",
+        choices=("threefry2x32", "chacha20"),
+    )
     num_colluding: int | None = _field(
         None,
         "Malicious workers that tell the server their secrets, q; under 'byzldp' only.",
@@ -317,6 +336,13 @@ class Config:
                 f"num_colluding={self.num_colluding} contradicts threat_model={self.threat_model!r}: "
                 "colluding workers are the threat model 'byzldp', so 0 or unset."
             )
+        if self.grid_bits is not None and self.precision != "grid":
+            raise UserError(
+                f"grid_bits={self.grid_bits} has no meaning for precision={self.precision!r}: it belongs to "
+                "'grid'."
+            )
+        if self.precision == "grid":
+            self._validate_grid()
         if self.sampling == "poisson" and self.privacy_level != "example":
             raise UserError(
                 "sampling='poisson' belongs to privacy_level='example': at the user level sampling hides "
@@ -364,6 +390,17 @@ class Config:
             raise UserError(
                 f"accountant={self.accountant!r} does not cover privacy_level='example': use 'rdp'."
             )
+
+    def _validate_grid(self) -> None:
+        wrong = {
+            "threat_model": (self.threat_model, self.threat_model == "none", "one with noise"),
+            "privacy_level": (self.privacy_level, self.privacy_level != "user", "'user'"),
+            "accountant": (self.accountant, self.accountant == "exact", "'rdp' or 'paper'"),
+            "noise_mode": (self.noise_mode, self.noise_mode == "projected", "'pairwise'"),
+        }
+        for name, (value, is_wrong, allowed) in wrong.items():
+            if is_wrong:
+                raise UserError(f"{name}={value!r} does not go with precision='grid': it must be {allowed}.")
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values that JSON holds exactly."""

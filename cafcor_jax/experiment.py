@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from cafcor_jax import aggregators, attacks, data, models, privacy
+from cafcor_jax import aggregators, attacks, chacha, data, grid, models, planner, privacy
 from cafcor_jax.config import Config
 from cafcor_jax.data import cache
 from cafcor_jax.errors import UserError
@@ -33,6 +33,8 @@ from cafcor_jax.federation import Data, Federation, Info, State, federation, ran
 from cafcor_jax.progress import Progress, Silent
 from cafcor_jax.types import Aggregator, Array, Attack, PyTree
 from cafcor_jax.workdir import Workdir, digest, read_metrics, versions
+
+_GENERATORS = {"threefry2x32": "threefry2x32", "chacha20": chacha.IMPL}
 
 # Folded into the run's key for the initial parameters.
 _INIT = 0xFFFFFFFF
@@ -269,13 +271,14 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
             momentum=config.momentum,
             batch_size=config.batch_size,
             noise_mode=config.noise_mode,
+            grid_bits=_grid_bits(config, plan),
             augment=augment,
         )
     return Experiment(
         config=config,
         dataset=dataset,
         plan=plan,
-        key=jax.random.key(config.seed),
+        key=jax.random.key(config.seed, impl=_GENERATORS[config.generator]),
         model=model,
         aggregator=aggregator,
         attack=attack,
@@ -359,24 +362,19 @@ def _user_errors() -> Iterator[None]:
 
 
 def _plan(config: Config, smallest: int) -> privacy.PrivacyPlan:
-    return privacy.calibrate(
-        threat_model=config.threat_model,
-        epsilon=config.epsilon,
-        delta=config.delta,
-        num_workers=config.num_workers,
-        num_byzantine=config.num_byzantine,
-        num_colluding=config.num_colluding,
-        rounds=config.rounds,
-        clip_norm=config.clip_norm or math.inf,  # 0 means none, and is refused where privacy needs clipping
-        accountant=config.accountant,
-        level=config.privacy_level,
-        batch_size=config.batch_size,
-        samples_per_worker=smallest,
-        sampling=config.sampling if config.privacy_level == "example" else None,
-        split=config.noise_split,
-        graph=None
-        if config.secret_graph == "complete"
-        else privacy.graphs.parse(config.secret_graph, config.num_workers, config.seed),
+    return planner.calibrate(planner.Setting(config, smallest, planner.secret_graph(config)))
+
+
+def _grid_bits(config: Config, plan: privacy.PrivacyPlan) -> int | None:
+    if config.precision != "grid":
+        return None
+    if config.grid_bits is not None:
+        return config.grid_bits
+    return grid.propose_bits(
+        sigma_ind=plan.sigma_ind,
+        sigma_cor=plan.sigma_cor,
+        num_workers=plan.num_workers,
+        clip_norm=plan.clip_norm,
     )
 
 

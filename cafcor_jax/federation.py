@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from cafcor_jax import clipping, noise, secrets
+from cafcor_jax import clipping, grid, noise, secrets
 from cafcor_jax.aggregators import LinearRule
 from cafcor_jax.attacks.vectors import honest_mean
 from cafcor_jax.columns import finite_workers
@@ -74,7 +74,7 @@ class _Streams(NamedTuple):
 
 
 def _streams(key: Array) -> _Streams:
-    # split(key, k)[i] is fold_in(key, i): nothing else may fold small numbers into the run's key.
+    # With Threefry split(key, k)[i] is fold_in(key, i): nothing else may fold small numbers into the key.
     return _Streams(*jax.random.split(key, len(_Streams._fields)))
 
 
@@ -88,6 +88,7 @@ def federation(
     momentum: float,
     batch_size: int,
     noise_mode: str = "pairwise",
+    grid_bits: int | None = None,
     augment: Callable[[Array, Array], Array] | None = None,
 ) -> Federation:
     """Builds a federation.
@@ -101,6 +102,7 @@ def federation(
       momentum: beta of the workers' momentum.
       batch_size: b, drawn without replacement by every honest worker in every round.
       noise_mode: one of `noise.MODES`: how correlated noise is drawn.
+      grid_bits: put gradients and noise on the grid of step 2^-bits (`grid.py`); None for float32.
       augment: (key, images [b, ...]) -> images, on training batches.
 
     Returns:
@@ -113,6 +115,8 @@ def federation(
             "noise_mode is 'independent', but the plan needs correlated noise "
             f"(sigma_cor = {plan.sigma_cor:g}): use 'pairwise' or 'projected'."
         )
+    if grid_bits is not None and noise_mode == "projected":
+        raise ValueError("noise_mode is 'projected', which has no grid: use 'pairwise'.")
     n, f = plan.num_workers, plan.num_byzantine
     h = n - f
     clipped_gradient = clipping.BY_LEVEL[plan.level](loss_fn, plan.clip_norm)
@@ -132,12 +136,30 @@ def federation(
             rows = rows + noise.projected(streams.pairs, n, round_index, size, plan.sigma_cor, plan.graph)[:h]
         return rows
 
+    def on_grid(key: Array, round_index: Array, gradients: Updates, bits: int) -> Updates:
+        """Gradients and noise as whole multiples of 2^-bits, summed as integers."""
+        streams = _streams(key)
+        flat = jnp.concatenate([leaf.reshape(h, -1) for leaf in jax.tree.leaves(gradients)], axis=1)
+        size = flat.shape[1]
+        grid.check_plan(plan, bits, size)
+        total = grid.to_grid_toward_zero(flat, bits)
+        own_keys = jax.random.split(streams.own, n)[:h]
+        total = total + grid.independent(own_keys, round_index, size, plan.sigma_ind, bits)
+        if plan.sigma_cor > 0:
+            pair_keys = secrets.key_matrix(streams.pairs, n)
+            rows = grid.pairwise(pair_keys, round_index, size, plan.sigma_cor, bits, plan.graph)
+            total = total + rows[:h]
+        one = jax.tree.map(lambda leaf: leaf[0], gradients)
+        return noise.like(one, grid.to_float(total, bits))
+
     def next_momentum(key: Array, state: State, gradients: Updates) -> Updates:
         """m_0 = 0, then m_t = beta m_{t-1} + (1 - beta) (g_t + noise)."""
 
         def later(_: None) -> Updates:
             noisy = gradients
-            if plan.sigma_ind > 0 or plan.sigma_cor > 0:
+            if grid_bits is not None:
+                noisy = on_grid(key, state.round, gradients, grid_bits)
+            elif plan.sigma_ind > 0 or plan.sigma_cor > 0:
                 size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
                 noises = noise.like(state.params, noise_rows(key, state.round, size))
                 noisy = jax.tree.map(jnp.add, gradients, noises)

@@ -18,6 +18,7 @@ All functions return float32 arrays [rows, size]; `size` is the total number of 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,13 +53,13 @@ def independent(keys: Array, round_index: Array | int, size: int, sigma: Array |
     Returns:
       [rows, d].
     """
-    round_keys = _fold_in(keys, round_index)
+    round_keys = fold_in_keys(keys, round_index)
 
     def block(index: Array) -> Array:
-        low, high = _normals(_fold_in(round_keys, index))
+        low, high = _normals(fold_in_keys(round_keys, index))
         return jnp.asarray(sigma, jnp.float32) * jnp.concatenate([low, high], axis=-1)
 
-    return _by_blocks(block, keys.shape[0], size)
+    return by_blocks(block, keys.shape[0], size)
 
 
 def projected(
@@ -91,13 +92,13 @@ def projected(
     root = None if graph is None else jnp.asarray(_laplacian_root(graph), jnp.float32)
 
     def block(index: Array) -> Array:
-        normals = jnp.concatenate(_normals(_fold_in(keys, index)), axis=-1)
+        normals = jnp.concatenate(_normals(fold_in_keys(keys, index)), axis=-1)
         if root is not None:
             return jnp.asarray(sigma, jnp.float32) * matmul(root, normals)
         centred = normals - matmul(average, normals)
         return jnp.asarray(sigma * math.sqrt(num_workers), jnp.float32) * centred
 
-    return _by_blocks(block, num_workers, size)
+    return by_blocks(block, num_workers, size)
 
 
 def pairwise(
@@ -122,70 +123,87 @@ def pairwise(
     n = pair_keys.shape[0]
     if n == 1 or (graph is not None and not graph.edges):
         return jnp.zeros((n, size), jnp.float32)
-    if graph is not None:
-        return _pairwise_on_graph(pair_keys, round_index, size, sigma, graph)
-    # Pairs at distance s on a circle: row i of step s belongs to the pair {i, i + s mod n}. All n rows of a
-    # step are drawn at once, added to row i and subtracted from row i + s (the other way round where i + s
-    # passes n), so every pair comes once for s < n / 2. At s = n / 2 every pair comes twice; its second draw
-    # is not used.
-    index = jnp.arange(n)
-    distances = jnp.arange(1, n // 2 + 1)
-    keys = _fold_in(pair_keys[index[None, :], (index[None, :] + distances[:, None]) % n], round_index)
+    totals = pair_totals(
+        pair_keys, round_index, lambda keys: [_to_grid(half, n) for half in _normals(keys)], graph
+    )
+    return by_blocks(lambda index: _from_grid(totals(index), n, sigma), n, size)
 
-    def block(block_index: Array) -> Array:
-        def draw(s: Array | int) -> tuple[Array, ...]:
-            return tuple(_to_grid(half, n) for half in _normals(_fold_in(keys[s], block_index)))
+
+def pair_totals(
+    pair_keys: Array,
+    round_index: Array | int,
+    draw: Callable[[Array], Sequence[Array]],
+    graph: SecretGraph | None = None,
+) -> Callable[[Array], Array]:
+    """What every worker adds over its pairs, in integers: from a block's index to int32 [n, BLOCK].
+
+    Args:
+      pair_keys: [n, n] typed keys, symmetric; n at least 2.
+      round_index: t.
+      draw: from keys [rows] to two halves int32 [rows, BLOCK / 2] of a block each.
+      graph: who shares a secret with whom, at least one pair; None for everyone with everyone.
+    """
+    n = pair_keys.shape[0]
+    keys, add = (_circle(n) if graph is None else _groups(graph))(pair_keys)
+    round_keys = fold_in_keys(keys, round_index)
+
+    def block(index: Array) -> Array:
+        def drawn_in(step: Array | int) -> tuple[Array, ...]:
+            return tuple(draw(fold_in_keys(round_keys[step], index)))
 
         # What a step draws is added by the next one. Going through the loop's carry it is stored once; used
         # at once, XLA would compute it anew for both rows it belongs to.
         def step(s: Array, carry: tuple) -> tuple:
-            total, drawn = carry
-            return _add_pairs(total, drawn, s), draw(s)
-
-        zero = jnp.zeros((n, BLOCK // 2), jnp.int32)
-        total, drawn = lax.fori_loop(1, n // 2, step, ((zero, zero), draw(0)))
-        total = _add_pairs(total, drawn, n // 2)
-        return _from_grid(jnp.concatenate(total, axis=-1), n, sigma)
-
-    return _by_blocks(block, n, size)
-
-
-def _pairwise_on_graph(
-    pair_keys: Array, round_index: Array | int, size: int, sigma: Array | float, graph: SecretGraph
-) -> Array:
-    """`pairwise` in O(n k d): a step draws the edges of one matching, in which no worker comes twice."""
-    n = pair_keys.shape[0]
-    groups = matchings(graph)
-    # Matchings are filled up with a pair that has no sign.
-    ends = np.zeros((len(groups), max(map(len, groups)), 2), np.int32)
-    edge_of, sign = np.zeros((len(groups), n), np.int32), np.zeros((len(groups), n), np.int32)
-    for step, group in enumerate(groups):
-        for edge, (i, j) in enumerate(group):
-            ends[step, edge] = i, j
-            edge_of[step, [i, j]] = edge
-            sign[step, [i, j]] = 1, -1
-    keys = _fold_in(pair_keys[ends[..., 0], ends[..., 1]], round_index)
-    edges, signs = jnp.asarray(edge_of), jnp.asarray(sign)
-
-    def block(block_index: Array) -> Array:
-        def draw(s: Array | int) -> tuple[Array, ...]:
-            return tuple(_to_grid(half, n) for half in _normals(_fold_in(keys[s], block_index)))
-
-        def add(totals: tuple[Array, ...], drawn: tuple[Array, ...], s: Array | int) -> tuple[Array, ...]:
-            return tuple(
-                total + signs[s][:, None] * half[edges[s]] for total, half in zip(totals, drawn, strict=True)
-            )
-
-        # As in `pairwise`, what a step draws is added by the next one, so that it is computed once.
-        def step(s: Array, carry: tuple) -> tuple:
             totals, drawn = carry
-            return add(totals, drawn, s - 1), draw(s)
+            return tuple(add(*pair, s - 1) for pair in zip(totals, drawn, strict=True)), drawn_in(s)
 
         zero = jnp.zeros((n, BLOCK // 2), jnp.int32)
-        totals, drawn = lax.fori_loop(1, len(groups), step, ((zero, zero), draw(0)))
-        return _from_grid(jnp.concatenate(add(totals, drawn, len(groups) - 1), axis=-1), n, sigma)
+        totals, drawn = lax.fori_loop(1, round_keys.shape[0], step, ((zero, zero), drawn_in(0)))
+        last = round_keys.shape[0] - 1
+        return jnp.concatenate([add(*pair, last) for pair in zip(totals, drawn, strict=True)], axis=-1)
 
-    return _by_blocks(block, n, size)
+    return block
+
+
+# (total [n, b], what a step drew [rows, b], the step) -> total.
+_Add = Callable[[Array, Array, Array | int], Array]
+
+
+def _circle(n: int) -> Callable[[Array], tuple[Array, _Add]]:
+    """All pairs, by their distance on a circle: row i of step s belongs to the pair {i, i + s + 1 mod n}.
+
+    All n rows of a step are drawn at once, added to row i and subtracted from row i + s + 1 (the other way
+    round where that passes n), so every pair comes once for distances below n / 2. At n / 2 every pair comes
+    twice; its second draw is not used.
+    """
+
+    def steps(pair_keys: Array) -> tuple[Array, _Add]:
+        index = jnp.arange(n)
+        distances = jnp.arange(1, n // 2 + 1)
+        keys = pair_keys[index[None, :], (index[None, :] + distances[:, None]) % n]
+        return keys, lambda total, drawn, s: _add_pairs(total, drawn, s + 1)
+
+    return steps
+
+
+def _groups(graph: SecretGraph) -> Callable[[Array], tuple[Array, _Add]]:
+    """The edges of a graph, by matchings: a step draws the edges of one, in which no worker comes twice."""
+
+    def steps(pair_keys: Array) -> tuple[Array, _Add]:
+        groups = matchings(graph)
+        # Matchings are filled up with a pair that has no sign.
+        ends = np.zeros((len(groups), max(map(len, groups)), 2), np.int32)
+        edge_of, sign = np.zeros((2, len(groups), graph.num_workers), np.int32)
+        for step, group in enumerate(groups):
+            for edge, (i, j) in enumerate(group):
+                ends[step, edge] = i, j
+                edge_of[step, [i, j]] = edge
+                sign[step, [i, j]] = 1, -1
+        edges, signs = jnp.asarray(edge_of), jnp.asarray(sign)
+        keys = pair_keys[ends[..., 0], ends[..., 1]]
+        return keys, lambda total, drawn, s: total + signs[s][:, None] * drawn[edges[s]]
+
+    return steps
 
 
 def _laplacian_root(graph: SecretGraph) -> np.ndarray:
@@ -220,14 +238,14 @@ def pairwise_row(
     sign = jnp.sign(index - worker)[:, None]
     if graph is not None:
         sign = sign * jnp.asarray(graph.adjacency)[worker][:, None]
-    round_keys = _fold_in(own_pair_keys, round_index)
+    round_keys = fold_in_keys(own_pair_keys, round_index)
 
     def block(block_index: Array) -> Array:
-        normals = _normals(_fold_in(round_keys, block_index))
+        normals = _normals(fold_in_keys(round_keys, block_index))
         halves = [jnp.sum(_to_grid(sign * half, n), axis=0) for half in normals]
         return _from_grid(jnp.concatenate(halves), n, sigma)[None]
 
-    return _by_blocks(block, 1, size)[0]
+    return by_blocks(block, 1, size)[0]
 
 
 def pair_noise(
@@ -240,14 +258,16 @@ def pair_noise(
     sigma: Array | float,
 ) -> Array:
     """v_ij: what worker i adds for its pair with j, [d]; bitwise -v_ji."""
-    round_key = _fold_in(key[None], round_index)
+    round_key = fold_in_keys(key[None], round_index)
     sign = jnp.sign(jnp.asarray(other) - worker)
 
     def block(block_index: Array) -> Array:
-        halves = [_to_grid(sign * half, num_workers) for half in _normals(_fold_in(round_key, block_index))]
+        halves = [
+            _to_grid(sign * half, num_workers) for half in _normals(fold_in_keys(round_key, block_index))
+        ]
         return _from_grid(jnp.concatenate(halves, axis=-1), num_workers, sigma)
 
-    return _by_blocks(block, 1, size)[0]
+    return by_blocks(block, 1, size)[0]
 
 
 def like(template: PyTree, flat: Array) -> PyTree:
@@ -263,20 +283,21 @@ def like(template: PyTree, flat: Array) -> PyTree:
     return jax.tree.unflatten(structure, parts)
 
 
-def _fold_in(keys: Array, data: Array | int) -> Array:
+def fold_in_keys(keys: Array, data: Array | int) -> Array:
+    """`jax.random.fold_in` for keys of any shape."""
     flat = over_keys(lambda key: jax.random.fold_in(key, data), keys)(keys.reshape(-1))
     # Without the barrier XLA may derive the key anew for every single normal drawn from it.
     return lax.optimization_barrier(flat.reshape(keys.shape))
 
 
-def _by_blocks(block: Any, num_rows: int, size: int) -> Array:
+def by_blocks(block: Callable[[Array], Array], num_rows: int, size: int, dtype: Any = jnp.float32) -> Array:
     """Fills [rows, size] block by block; the last one is drawn whole and cut."""
     count = -(-size // BLOCK)
 
     def fill(index: Array, out: Array) -> Array:
         return lax.dynamic_update_slice(out, block(index), (0, index * BLOCK))
 
-    return lax.fori_loop(0, count, fill, jnp.zeros((num_rows, count * BLOCK), jnp.float32))[:, :size]
+    return lax.fori_loop(0, count, fill, jnp.zeros((num_rows, count * BLOCK), dtype))[:, :size]
 
 
 def _normals(keys: Array) -> tuple[Array, Array]:
@@ -318,17 +339,11 @@ def _from_grid(total: Array, num_workers: int, sigma: Array | float) -> Array:
     return total.astype(jnp.float32) * jnp.asarray(2.0 ** -_grid_bits(num_workers) * sigma, jnp.float32)
 
 
-def _add_pairs(
-    totals: tuple[Array, ...], halves: tuple[Array, ...], distance: Array | int
-) -> tuple[Array, ...]:
+def _add_pairs(total: Array, drawn: Array, distance: Array | int) -> Array:
     """Adds row i of what was drawn to row i and subtracts it from row i + distance; past n the other way."""
-
-    def add(total: Array, drawn: Array) -> Array:
-        n = drawn.shape[0]
-        # Where distance = n / 2, the rows past n are the same pairs again.
-        swapped = jnp.where(jnp.equal(2 * distance, n), 0, -drawn)
-        before_end = lax.broadcasted_iota(jnp.int32, drawn.shape, 0) < n - distance
-        moved = lax.dynamic_slice_in_dim(jnp.concatenate([swapped, drawn]), n - distance, n)
-        return total + jnp.where(before_end, drawn, swapped) - moved
-
-    return tuple(map(add, totals, halves))
+    n = drawn.shape[0]
+    # Where distance = n / 2, the rows past n are the same pairs again.
+    swapped = jnp.where(jnp.equal(2 * distance, n), 0, -drawn)
+    before_end = lax.broadcasted_iota(jnp.int32, drawn.shape, 0) < n - distance
+    moved = lax.dynamic_slice_in_dim(jnp.concatenate([swapped, drawn]), n - distance, n)
+    return total + jnp.where(before_end, drawn, swapped) - moved

@@ -21,6 +21,8 @@ from cafcor_jax.types import Array
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
+# Implementations whose draws under vmap are those of each key alone.
+_BATCHED = ("threefry2x32", "chacha20")
 
 
 def threefry(key_data: Array, first: Array, second: Array) -> tuple[Array, Array]:
@@ -53,7 +55,8 @@ def is_threefry(keys: Array) -> bool:
 def over_keys(function: Callable[[Any], Any], keys: Array) -> Callable[[Any], Any]:
     """`jax.vmap(function)`, such that each of the keys in use gives what it gives alone.
 
-    Implementations other than Threefry draw a whole batch from its first key under `vmap`; with such keys the
-    function is applied to one after the other.
+    Threefry and ChaCha20 do so under `vmap`. Others may draw a whole batch from its first key (rbg does);
+    with such keys the function is applied to one after the other.
     """
-    return jax.vmap(function) if is_threefry(keys) else functools.partial(lax.map, function)
+    batched = str(jax.random.key_impl(keys)) in _BATCHED
+    return jax.vmap(function) if batched else functools.partial(lax.map, function)

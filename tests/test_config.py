@@ -99,6 +99,13 @@ BAD = [
     ({"secret_graph": "star"}, ["secret_graph='star'", "complete, ring, regular:DEGREE"]),
     ({"secret_graph": "regular:100"}, ["degree 100 over 100 workers", "at most 99"]),
     ({"secret_graph": "ring", "threat_model": "cdp"}, ["secret_graph='ring'", "secldp and byzldp"]),
+    ({"precision": "float16"}, ["precision='float16'", "float32, grid"]),
+    ({"precision": "grid", "accountant": "exact"}, ["accountant='exact'", "precision='grid'", "'rdp'"]),
+    ({"precision": "grid", "privacy_level": "example"}, ["privacy_level='example'", "'user'"]),
+    ({"precision": "grid", "threat_model": "none"}, ["threat_model='none'", "one with noise"]),
+    ({"precision": "grid", "noise_mode": "projected"}, ["noise_mode='projected'", "'pairwise'"]),
+    ({"grid_bits": 12}, ["grid_bits=12", "precision='float32'"]),
+    ({"generator": "dice"}, ["generator='dice'", "threefry2x32, chacha20"]),
     ({"workdir": ""}, ["workdir=''"]),
     ({"workdir": "runs/{sed}"}, ["workdir='runs/{sed}'", "{sed}"]),
     ({"eval_every": 0}, ["eval_every=0", "at least 1"]),
@@ -148,6 +155,7 @@ def test_not_finite_is_refused(name, value, threat_model):
         {"attack": "none"},
         {"privacy_level": "example", "sampling": "poisson"},
         {"noise_split": "mean_noise", "secret_graph": "regular:8"},
+        {"precision": "grid", "grid_bits": 12, "generator": "chacha20"},
         {"num_colluding": 0},
         {"num_colluding": 10},
         {"attack_factor": -2.0},
@@ -244,12 +252,15 @@ def test_every_flag_reaches_its_field(name):
         "sampling": "poisson",
         "noise_split": "robust",
         "secret_graph": "ring",
+        "precision": "grid",
+        "grid_bits": "12",
+        "generator": "chacha20",
     }
     text = others.get(name, "42")
-    needed = {"sampling": ["--privacy_level=example"]}.get(name, [])
-    cfg = parse(f"--{name}={text}", *needed)
+    needed = {"sampling": {"privacy_level": "example"}, "grid_bits": {"precision": "grid"}}.get(name, {})
+    cfg = parse(f"--{name}={text}", *(f"--{other}={value}" for other, value in needed.items()))
     assert getattr(cfg, name) == config._kind(FIELDS[name])(text) != getattr(Config(), name)
-    assert set(config.differences(cfg, Config())) <= {name}
+    assert set(config.differences(cfg, Config())) <= {name, *needed}
 
 
 def test_optional_flags_can_be_unset():

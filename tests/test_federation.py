@@ -7,7 +7,17 @@ import optax
 import pytest
 from scipy import stats
 
-from cafcor_jax import aggregators, attacks, clipping, federation, noise, privacy, secrets
+from cafcor_jax import (
+    aggregators,
+    attacks,
+    chacha,
+    clipping,
+    federation,
+    grid,
+    noise,
+    privacy,
+    secrets,
+)
 
 N, F, M, B = 6, 2, 9, 4
 H = N - F
@@ -310,6 +320,49 @@ def test_noise_on_a_secret_graph_has_its_law(params, data, noise_mode):
     np.testing.assert_allclose(rows @ rows.T / rows.shape[1], want, atol=0.05 * want.max())
     complete = private.sigma_cor**2 * (N * np.eye(N) - 1) + private.sigma_ind**2 * np.eye(N)
     assert np.abs(rows @ rows.T / rows.shape[1] - complete[:H, :H]).max() > 0.3 * want.max()
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", chacha.IMPL], ids=str)
+@pytest.mark.parametrize("graph", [None, "ring"])
+def test_on_the_grid_messages_are_whole_steps_and_pairs_cancel_bitwise(params, data, impl, graph):
+    """With one round's momentum of 0 a message is the noisy gradient itself: recomputed here in integers."""
+    private = plan(graph=graph and privacy.graphs.parse(graph, N), epsilon=20.0)
+    bits = 14
+    rounds = make(private, grid_bits=bits, momentum=0.0, attack=attacks.none())
+    key = jax.random.key(0, impl=impl)
+    start = rounds.init(params)._replace(round=jnp.int32(1))
+    state, _ = jax.jit(rounds.step)(key, start, data)
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    def steps(tree):
+        flat = np.concatenate([np.asarray(leaf).reshape(H, -1) for leaf in jax.tree.leaves(tree)], axis=1)
+        whole = flat.astype(np.float64) * 2**bits
+        assert (whole == np.round(whole)).all()
+        return whole.astype(np.int64)
+
+    sent = steps(state.momentum)
+    streams = federation._streams(key)
+    own = np.asarray(grid.independent(jax.random.split(streams.own, N)[:H], 1, size, private.sigma_ind, bits))
+    pairs = np.stack(
+        [
+            grid.pairwise_row(
+                secrets.key_matrix(streams.pairs, N)[i], i, 1, size, private.sigma_cor, bits, private.graph
+            )
+            for i in range(N)
+        ]
+    )
+    assert not pairs.astype(np.int64).sum(axis=0).any()
+    gradient = sent - own - pairs[:H]
+    # What is left is the clipped gradient, rounded toward zero: no longer than C.
+    assert (np.linalg.norm(gradient, axis=1) <= CLIP * 2**bits).all() and np.abs(gradient).max() > 10
+
+
+def test_what_the_grid_cannot_keep_is_refused(params, data):
+    with pytest.raises(ValueError, match="noise_mode is 'projected', which has no grid"):
+        make(plan(), noise_mode="projected", grid_bits=14)
+    rounds = make(plan(accountant="exact"), grid_bits=14)
+    with pytest.raises(ValueError, match="accountant must be 'rdp' or 'paper' on the grid"):
+        rounds.step(jax.random.key(0), rounds.init(params), data)
 
 
 def test_flips_happen_to_half_of_the_images():

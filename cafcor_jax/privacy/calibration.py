@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
 from cafcor_jax.errors import UserError
 from cafcor_jax.privacy import mechanism
 from cafcor_jax.privacy.accountant import epsilon as spent
-from cafcor_jax.privacy.graphs import SecretGraph, complete, worst_case
+from cafcor_jax.privacy.graphs import SecretGraph, worst_case
 from cafcor_jax.privacy.plan import THREAT_MODELS, PrivacyPlan, check_choice
 
 SPLITS = ("equal", "mean_noise", "robust")
@@ -110,22 +111,35 @@ def best_split(
     from scipy import optimize
 
     n, f = num_workers, num_byzantine
+    if f == 0:
+        raise UserError(
+            f"split must be 'equal' with num_byzantine=0, got {split!r}: without Byzantine workers all "
+            "correlated noise cancels in the mean, so that more of it is always better, and nothing the best."
+        )
     secrets = n - 1 if graph is None else float(graph.degrees.mean())
+
+    def leaks(sigma_ind: float, sigma_cor: float) -> float:
+        known: dict[str, Any] = {
+            "sigma_ind": sigma_ind,
+            "sigma_cor": sigma_cor,
+            "num_byzantine": f,
+            "num_colluding": num_colluding,
+            "clip_norm": 1.0,
+        }
+        if graph is not None:
+            return worst_case(graph, **known).step_divergence
+        if sigma_ind == 0 and num_colluding == f:
+            return math.inf
+        return mechanism.step_divergence(num_workers=n, **known)
 
     def cost(share: float) -> float:
         """The noise of the purpose at unit privacy, if a part `share` of the variance is correlated."""
         cor, ind = share, 1 - share
-        try:
-            leaked = step_divergence_on(
-                graph or complete(n), math.sqrt(ind), math.sqrt(cor), f, num_colluding
-            )
-        except UserError:
-            return math.inf
         # Of a worker's secrets a part f/(n-1) is with Byzantine workers.
-        noise = secrets * f / (n - 1) * cor + ind if n > 1 else ind
+        noise = secrets * f / (n - 1) * cor + ind
         if split == "robust":
             noise += f / n * (secrets * cor + ind)
-        return noise * leaked
+        return noise * leaks(math.sqrt(ind), math.sqrt(cor))
 
     # The share is searched on the scale of 1/n, where the complete graph has its optimum, up to near 1.
     grid = np.concatenate([[0.0], np.geomspace(1e-4, 0.5, 40), 1 - np.geomspace(0.5, 1e-6, 20)[1:], [1.0]])
@@ -135,23 +149,6 @@ def best_split(
     found = optimize.minimize_scalar(cost, bounds=around, method="bounded", options={"xatol": 1e-10})
     share = float(found.x) if found.fun < costs[best] else float(grid[best])
     return math.sqrt(1 - share), math.sqrt(share)
-
-
-def step_divergence_on(
-    graph: SecretGraph, sigma_ind: float, sigma_cor: float, num_byzantine: int, num_colluding: int
-) -> float:
-    """eps_step at C = 1 on a graph; raises where it is infinite."""
-    found = worst_case(
-        graph,
-        sigma_ind=sigma_ind,
-        sigma_cor=sigma_cor,
-        num_byzantine=num_byzantine,
-        num_colluding=num_colluding,
-        clip_norm=1.0,
-    ).step_divergence
-    if math.isinf(found):
-        raise UserError("epsilon is infinite.")
-    return found
 
 
 def calibrate(

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,9 @@ import numpy as np
 from cafcor_jax.errors import UserError
 from cafcor_jax.privacy import mechanism
 
-#: The most sets of colluders and silent workers that are looked at one by one.
-MAX_SETS = 20_000
-# Sets whose matrices are inverted at once.
-_BATCH = 512
+#: The most sets of colluders and silent workers that are looked at one by one, and the most numbers in all of
+#: their matrices.
+MAX_SETS, MAX_NUMBERS = 20_000, 10**7
 # A smallest eigenvalue below this part of the largest is that of a singular matrix.
 _SINGULAR = 1e-11
 
@@ -255,10 +254,10 @@ def worst_case(
     """eps_step of one round for the worst honest worker, q colluders and f - q silent Byzantine workers.
 
     Complete graph: the paper's lemma. A ring, or a worker with at most q secrets (all of which may be known):
-    solved. At most `MAX_SETS` choices: all of them. Otherwise, with lambda the least second eigenvalue of the
-    Laplacian when q workers are taken away, Sigma is at least that of a complete graph over n - q workers
-    with sigma_cor^2 lambda / (n - q) in place of sigma_cor^2, and the lemma applies to that. Taking a worker
-    away lowers the second eigenvalue by at most 1 (Fiedler 1973).
+    solved. Few choices (`MAX_SETS`, `MAX_NUMBERS`): all of them. Otherwise, with lambda the least second
+    eigenvalue of the Laplacian when q workers are taken away, Sigma is at least that of a complete graph over
+    n - q workers with sigma_cor^2 lambda / (n - q) in place of sigma_cor^2, and the lemma applies to that.
+    Taking a worker away lowers the second eigenvalue by at most 1 (Fiedler 1973).
 
     Args:
       graph: Who shares secrets.
@@ -309,9 +308,11 @@ def _worst_inverse(
     if graph.degrees.min() <= q:
         return alone, "exact"
     if graph.name == "ring" and f:
-        return _inverse_of_path(n - f, grounded_ends=0 if q == f else 2 - q, ind=ind, cor=cor), "exact"
-    if math.comb(n, q) * math.comb(n - q, f - q) <= MAX_SETS:
-        return max(_inverses(graph, sigma_ind, sigma_cor, f, q)), "enumerated"
+        spectra = _path(n - f, grounded_ends=0 if q == f else 2 - q)
+        return _worst_of(spectra, ind, cor), "exact"
+    sets = math.comb(n, q) * math.comb(n - q, f - q)
+    if sets <= MAX_SETS and sets * n**2 <= MAX_NUMBERS:
+        return _worst_of(_all_spectra(graph, f, q), ind, cor), "enumerated"
     connectivity = _least_connectivity(graph, q) * cor
     if ind == 0 and (q == f or connectivity <= 0):
         return math.inf, "bound"
@@ -320,7 +321,26 @@ def _worst_inverse(
     return min(bound, alone), "bound"
 
 
-def _inverse_of_path(length: int, *, grounded_ends: int, ind: float, cor: float) -> float:
+# Eigenvalues [m, h], and the squares of the eigenvectors' entries [m, h, h], of m matrices: with those the
+# diagonal of the inverse of cor A + ind I costs a product, whatever the noise.
+_Spectra = tuple[np.ndarray, np.ndarray]
+
+
+def _spectra(matrices: np.ndarray) -> _Spectra:
+    values, vectors = np.linalg.eigh(matrices)
+    return values, vectors**2
+
+
+def _worst_of(spectra: _Spectra, ind: float, cor: float) -> float:
+    """The largest diagonal entry of all inverses of cor A + ind I; infinite if one is singular."""
+    values, squares = spectra
+    values = cor * np.maximum(values, 0) + ind
+    if (values[:, 0] <= _SINGULAR * values[:, -1]).any():
+        return math.inf
+    return float(np.einsum("mik,mk->mi", squares, 1 / values).max())
+
+
+def _path(length: int, *, grounded_ends: int) -> _Spectra:
     """The ring's worst case: all Byzantine workers side by side, a path of all honest ones is left.
 
     A silent worker at an end of the path leaves its noise there, a colluding one does not. On a shorter path
@@ -332,36 +352,22 @@ def _inverse_of_path(length: int, *, grounded_ends: int, ind: float, cor: float)
     np.fill_diagonal(path, -path.sum(axis=1))
     for end in (0, -1)[:grounded_ends]:
         path[end, end] += 1
-    return max(_diagonals_of_inverses(cor * path[None] + ind * np.eye(length)))
+    return _spectra(path[None])
 
 
-def _inverses(graph: SecretGraph, sigma_ind: float, sigma_cor: float, f: int, q: int) -> Iterator[float]:
-    """The largest (Sigma^-1)_ii for every choice of colluders and silent workers."""
+@functools.lru_cache(maxsize=2)
+def _all_spectra(graph: SecretGraph, f: int, q: int) -> _Spectra:
+    """Of the correlated part of Sigma, for every choice of colluders and silent workers."""
     workers = range(graph.num_workers)
-    choices = (
-        (colluding, silent)
-        for colluding in itertools.combinations(workers, q)
-        for silent in itertools.combinations([i for i in workers if i not in colluding], f - q)
-    )
-    while batch := list(itertools.islice(choices, _BATCH)):
-        yield from _diagonals_of_inverses(
-            np.stack(
-                [
-                    covariance(
-                        graph, sigma_ind=sigma_ind, sigma_cor=sigma_cor, colluding=known, silent=unknown
-                    )
-                    for known, unknown in batch
-                ]
-            )
+    return _spectra(
+        np.stack(
+            [
+                covariance(graph, sigma_ind=0.0, sigma_cor=1.0, colluding=colluding, silent=silent)
+                for colluding in itertools.combinations(workers, q)
+                for silent in itertools.combinations([i for i in workers if i not in colluding], f - q)
+            ]
         )
-
-
-def _diagonals_of_inverses(matrices: np.ndarray) -> Iterator[float]:
-    """The largest diagonal entry of the inverse of each of [m, h, h]; infinite for a singular one."""
-    values, vectors = np.linalg.eigh(matrices)
-    singular = values[:, 0] <= _SINGULAR * np.maximum(values[:, -1], np.finfo(np.float64).tiny)
-    inverse = np.einsum("mik,mk->mi", vectors**2, 1 / np.where(singular[:, None], 1, values))
-    yield from np.where(singular, np.inf, inverse.max(axis=1)).tolist()
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -374,7 +380,8 @@ def _least_connectivity(graph: SecretGraph, q: int) -> float:
         return float(values[1] - 1e-12 * values[-1])
 
     workers = range(graph.num_workers)
-    if math.comb(graph.num_workers, q) <= MAX_SETS // 4:
+    sets = math.comb(graph.num_workers, q)
+    if sets <= MAX_SETS and sets * graph.num_workers**2 <= MAX_NUMBERS:
         return min(
             second([i for i in workers if i not in away]) for away in itertools.combinations(workers, q)
         )

@@ -260,7 +260,8 @@ class PrivacyPlan:
         """Noise, per coordinate, left in the mean of the honest messages that arrive.
 
         What an honest worker shares with one that has vanished, or is Byzantine, does not cancel. Privacy
-        does not suffer: the server sees a part of what it would have seen, with noise of the same law.
+        does not suffer: the server sees a part of what it would have seen, with noise of the same law. (Under
+        "cdp" it does: who vanishes takes a part of the mean's noise away, and eps_step grows by n / (n - v).)
 
         Args:
           num_vanished: Honest workers whose messages do not come.

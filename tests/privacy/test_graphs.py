@@ -64,7 +64,7 @@ def test_the_worst_case_is_the_worst_of_all_choices(graph):
 
 @pytest.mark.parametrize("graph", SMALL, ids=lambda graph: f"{graph.name}{graph.num_workers}")
 def test_the_spectral_bound_holds(graph, monkeypatch):
-    monkeypatch.setattr(graphs, "MAX_SETS", 0)
+    monkeypatch.setattr(graphs, "MAX_NUMBERS", 0)
     graphs._worst_inverse.cache_clear()
     graphs._least_connectivity.cache_clear()
     try:
