@@ -15,11 +15,12 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train quickstart test lint format install install-dev clean
+.PHONY: help train quickstart audit test lint format install install-dev clean
 
 help:
 	@echo "make quickstart   a small private and robust run on synthetic data, under 30 seconds"
 	@echo "make train        train CafCor under ByzLDP on MNIST (100 workers, 10 malicious)"
+	@echo "make audit        try to break the privacy claims (half a minute)"
 	@echo "make test         check style and types, then run all tests"
 	@echo "make lint         check style and types only"
 	@echo "make format       put the code into the house style"
@@ -32,6 +33,9 @@ train: install
 
 quickstart: install
 	@$(VPYTHON) scripts/train.py --flagfile=configs/quickstart.cfg $(ARGS)
+
+audit: install
+	@$(VPYTHON) scripts/audit.py $(ARGS)
 
 # pytest comes last, so that its summary is the last line printed.
 test: lint

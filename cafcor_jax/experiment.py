@@ -101,6 +101,7 @@ class Experiment:
         return {
             "config": self.config.to_dict(),
             "plan": self.plan.to_dict(),
+            "grid_bits": grid_bits(self.config, self.plan),
             "epsilon_by_accountant": self.epsilons(),
             "dataset": {
                 "name": self.dataset.name,
@@ -123,6 +124,11 @@ class Experiment:
             f"l2 {config.weight_decay:g}, seed {config.seed}",
             self.plan.describe(),
         ]
+        bits = grid_bits(config, self.plan)
+        if bits is not None:
+            lines.append(f"  messages are whole multiples of 2^-{bits}; noise is discrete Gaussian")
+        if config.generator != "threefry2x32":
+            lines.append(f"  random numbers: {config.generator}")
         epsilons = self.epsilons()
         if epsilons:
             spent = ", ".join(f"{value:.2f} ({name})" for name, value in epsilons.items())
@@ -271,7 +277,7 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
             momentum=config.momentum,
             batch_size=config.batch_size,
             noise_mode=config.noise_mode,
-            grid_bits=_grid_bits(config, plan),
+            grid_bits=grid_bits(config, plan),
             augment=augment,
         )
     return Experiment(
@@ -365,7 +371,8 @@ def _plan(config: Config, smallest: int) -> privacy.PrivacyPlan:
     return planner.calibrate(planner.Setting(config, smallest, planner.secret_graph(config)))
 
 
-def _grid_bits(config: Config, plan: privacy.PrivacyPlan) -> int | None:
+def grid_bits(config: Config, plan: privacy.PrivacyPlan) -> int | None:
+    """The grid that a run's messages are on, 2^-bits; None for float32."""
     if config.precision != "grid":
         return None
     if config.grid_bits is not None:

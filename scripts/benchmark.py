@@ -39,6 +39,7 @@ import jax.numpy as jnp
 from absl import flags
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from cafcor_jax import aggregators, cli, plotting, progress, workdir
 from cafcor_jax.errors import UserError
@@ -436,11 +437,15 @@ def plot(rows: list[Row], axis: str, fixed: dict[str, int]) -> Figure:
         )
     axes.set_xscale("log" if ticks[0] else "symlog")  # A logarithm has no place for f = 0.
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.yaxis.minorticks_off()
+    axes.set_ylabel("Time over that of averaging")
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.xaxis.minorticks_off()
     axes.set_xlabel({"d": "Dimension d", "n": "Workers n", "f": "Malicious workers f"}[axis])
     others = ", ".join(f"{name} = {value:,}" for name, value in fixed.items())
-    axes.set_title(f"Time over that of the fastest averaging, {others}", fontsize=10)
+    axes.set_title(others, fontsize=10)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
     return figure

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from cafcor_jax import cli, clipping, config, experiment, noise, progress, secrets
+from cafcor_jax import cli, clipping, config, experiment, grid, noise, progress, secrets
 from cafcor_jax.federation import honest_gradients
 
 REPEATS = flags.DEFINE_integer("repeats", 3, "Calls of each part; the fastest counts.", lower_bound=1)
@@ -52,6 +52,7 @@ def main(cfg: config.Config) -> None:
             workers,
             clipped_gradient=clipped_gradient,
             batch_size=cfg.batch_size,
+            largest_batch=plan.largest_batch if plan.sampling == "poisson" else None,
             augment=run.augment,
         )
 
@@ -61,12 +62,22 @@ def main(cfg: config.Config) -> None:
     honest = jax.tree.map(lambda leaf: leaf[: n - f], messages)
 
     parts = {"gradients": best_of(gradients, state.params, run.data)}
+    draws: Any = noise
+    more = {}
+    if cfg.precision == "grid":
+        draws, more = grid, {"bits": experiment.grid_bits(cfg, plan)}
     if plan.sigma_ind > 0:
-        parts["noise, independent"] = best_of(lambda k: noise.independent(k, 1, size, 1.0), pair_keys[0, f:])
+        parts["noise, independent"] = best_of(
+            lambda k: draws.independent(k, 1, size, plan.sigma_ind, **more), pair_keys[0, f:]
+        )
     if plan.sigma_cor > 0 and cfg.noise_mode == "pairwise":
-        parts["noise, pairwise"] = best_of(lambda k: noise.pairwise(k, 1, size, 1.0), pair_keys)
+        parts["noise, pairwise"] = best_of(
+            lambda k: draws.pairwise(k, 1, size, plan.sigma_cor, **more, graph=plan.graph), pair_keys
+        )
     if plan.sigma_cor > 0 and cfg.noise_mode == "projected":
-        parts["noise, projected"] = best_of(lambda k: noise.projected(k, n, 1, size, 1.0), key)
+        parts["noise, projected"] = best_of(
+            lambda k: noise.projected(k, n, 1, size, plan.sigma_cor, plan.graph), key
+        )
     parts["momentum"] = best_of(
         lambda m, g, r: jax.tree.map(
             lambda a, b, c: 0.9 * a + 0.1 * (b + c), m, g, noise.like(state.params, r)

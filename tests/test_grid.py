@@ -225,7 +225,7 @@ def test_ties_look_at_all_bits(monkeypatch, sigma, ties):
     parts = 2 if sampler.coarse else 1
     rng = np.random.default_rng(1)
     half = 200
-    monkeypatch.setattr(grid, "BLOCK", 2 * half)
+    monkeypatch.setattr(tables, "BLOCK", 2 * half)
     words = rng.integers(0, 2**32, (2 * (1 + parts), 1, half), dtype=np.uint32)
     rest = rng.integers(0, 2**32, (2 * 3 * parts, 1, half), dtype=np.uint32)
     if ties:
