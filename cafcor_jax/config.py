@@ -230,6 +230,7 @@ class Config:
         None,
         "The step of the grid is 2^-bits; with --precision=grid only.",
         group="Privacy",
+        check=("from -60 to 60", lambda value: -60 <= value <= 60),
         unset="as fine as is cheap",
     )
     generator: str = _field(
@@ -240,7 +241,8 @@ class Config:
     )
     num_colluding: int | None = _field(
         None,
-        "Malicious workers that tell the server their secrets, q; under 'byzldp' only.",
+        "Malicious workers that tell the server their secrets, q; under 'byzldp' only. With fewer than all "
+        "the promise holds only while the others send nothing that follows from their secrets.",
         group="Privacy",
         check=_NOT_NEGATIVE,
         unset="by the threat model",
@@ -348,6 +350,18 @@ class Config:
                 "sampling='poisson' belongs to privacy_level='example': at the user level sampling hides "
                 "nothing."
             )
+        if self.threat_model not in CORRELATED and self.secret_graph != "complete":
+            raise UserError(
+                f"secret_graph={self.secret_graph!r} has no meaning for threat_model={self.threat_model!r}, "
+                f"which uses no secrets: it belongs to {' and '.join(CORRELATED)}."
+            )
+        if self.secret_graph != "complete":
+            privacy.graphs.parse(self.secret_graph, n, self.seed)  # says what is wrong with it
+        if self.noise_split != "equal" and self.threat_model != "byzldp":
+            raise UserError(
+                f"noise_split={self.noise_split!r} has no meaning for threat_model={self.threat_model!r}: "
+                "only 'byzldp' has two kinds of noise to split."
+            )
         if not self.workdir:
             raise UserError("workdir='' names no folder: give one for the results and checkpoints.")
         if not self.private:
@@ -373,18 +387,6 @@ class Config:
             raise UserError(
                 f"noise_mode='independent' draws no correlated noise, and threat_model={self.threat_model!r} "
                 f"needs it: use {others}."
-            )
-        if self.threat_model not in CORRELATED and self.secret_graph != "complete":
-            raise UserError(
-                f"secret_graph={self.secret_graph!r} has no meaning for threat_model={self.threat_model!r}, "
-                f"which uses no secrets: it belongs to {' and '.join(CORRELATED)}."
-            )
-        if self.secret_graph != "complete":
-            privacy.graphs.parse(self.secret_graph, n, self.seed)  # says what is wrong with it
-        if self.noise_split != "equal" and self.threat_model != "byzldp":
-            raise UserError(
-                f"noise_split={self.noise_split!r} has no meaning for threat_model={self.threat_model!r}: "
-                "only 'byzldp' has two kinds of noise to split."
             )
         if self.privacy_level == "example" and self.accountant != "rdp":
             raise UserError(

@@ -269,6 +269,3 @@ def theta(smooth: float) -> float:
     term = math.exp(-2 * math.pi**2 * smooth)
     # exp(-2 pi^2 k^2 s) <= term^k: a bound, and equal to many digits unless the noise is narrow.
     return 2 * term / (1 - term) if smooth < 1e-3 else 2 * sum(term ** (k * k) for k in range(1, 200))
-
-
-# The range of int32.

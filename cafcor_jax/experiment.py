@@ -93,7 +93,9 @@ class Experiment:
         """What the whole run spends, by each accountant that covers its privacy level."""
         if self.plan.threat_model == "none":
             return {}
-        names = privacy.ACCOUNTANTS if self.plan.level == "user" else ("rdp",)
+        names: tuple[str, ...] = privacy.ACCOUNTANTS if self.plan.level == "user" else ("rdp",)
+        if self.config.precision == "grid":
+            names = ("rdp", "paper")  # The exact formula is that of continuous noise.
         return {name: privacy.epsilon(self.plan, accountant=name) for name in names}
 
     def record(self) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def federation(
       attack: what the malicious workers send.
       optimizer: the server's step, on the aggregate as if it were a gradient.
       momentum: beta of the workers' momentum.
-      batch_size: b, drawn without replacement by every honest worker in every round.
+      batch_size: b, drawn by every honest worker in every round as the plan says; at the example level it
+        must be the plan's.
       noise_mode: one of `noise.MODES`: how correlated noise is drawn.
       grid_bits: put gradients and noise on the grid of step 2^-bits (`grid.py`); None for float32.
       augment: (key, images [b, ...]) -> images, on training batches.
@@ -114,6 +115,11 @@ def federation(
         raise ValueError(
             "noise_mode is 'independent', but the plan needs correlated noise "
             f"(sigma_cor = {plan.sigma_cor:g}): use 'pairwise' or 'projected'."
+        )
+    if plan.level == "example" and batch_size != plan.batch_size:
+        raise ValueError(
+            f"batch_size is {batch_size}, and the plan counts with batches of {plan.batch_size}: it must be "
+            "the same."
         )
     if grid_bits is not None and noise_mode == "projected":
         raise ValueError("noise_mode is 'projected', which has no grid: use 'pairwise'.")
@@ -172,6 +178,11 @@ def federation(
         return State(params, zeros, optimizer.init(params), jnp.int32(0))
 
     def step(key: Array, state: State, data: Data) -> tuple[State, Info]:
+        if plan.level == "example" and data.labels.shape[1] < (plan.samples_per_worker or 0):
+            raise ValueError(
+                f"the workers have at most {data.labels.shape[1]} examples, and the plan counts with at "
+                f"least {plan.samples_per_worker}."
+            )
         streams = _streams(key)
         clipped = honest_gradients(
             jax.random.fold_in(streams.batches, state.round),

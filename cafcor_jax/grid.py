@@ -28,6 +28,7 @@ from cafcor_jax.discrete_gaussian import NARROWEST, WIDEST, Sampler, discrete_ga
 from cafcor_jax.errors import UserError
 from cafcor_jax.noise import by_blocks, fold_in_keys, pair_totals
 from cafcor_jax.privacy import PrivacyPlan, SecretGraph
+from cafcor_jax.privacy import epsilon as spent
 from cafcor_jax.privacy.mechanism import check_int
 from cafcor_jax.types import Array
 
@@ -41,6 +42,8 @@ LARGEST = 2**31 - 1
 # What T rounds may add to the Renyi divergence because draws are summed on the grid; anything visible is
 # refused.
 _LARGEST_COST = 1e-9
+# What inexact draws may add to delta, as a part of it: below what is said of delta anywhere.
+_LARGEST_EXTRA = 1e-3
 
 
 # The grid.
@@ -524,6 +527,7 @@ def check_plan(plan: PrivacyPlan, bits: int, size: int) -> None:
     * Without independent noise, every pair shares a secret. (With it, fewer pairs have fewer noises and
       smaller eigenvalues of the Laplacian, so that what holds for all pairs is a bound.)
     * The noise is wide enough on the grid, and messages fit into int32.
+    * What inexact draws add to delta is far below it.
 
     Args:
       plan: the plan.
@@ -559,6 +563,12 @@ def check_plan(plan: PrivacyPlan, bits: int, size: int) -> None:
         num_workers=plan.num_workers,
         clip_norm=plan.clip_norm,
     )
+    more = extra_delta(plan, bits, size, spent(plan))
+    if more > _LARGEST_EXTRA * plan.delta:
+        raise UserError(
+            f"epsilon={spent(plan):g} is too large for the grid: that draws are not exactly discrete "
+            f"Gaussians would add {more:.2g} to delta={plan.delta:g}, more than {_LARGEST_EXTRA:g} of it."
+        )
     cost = divergence_cost(plan, bits, size)
     if cost > _LARGEST_COST:
         raise UserError(

@@ -44,11 +44,6 @@ STYLES: dict[str, dict[str, Any]] = {
     "secldp": {"color": plotting.GREEN, "linestyle": "--", "marker": "^"},
     "cdp": {"color": "#000000", "linestyle": ":", "marker": "D"},
 }
-HOW = {
-    "exact": "exact for the worst colluders",
-    "enumerated": "exact for the worst colluders, found by looking at all sets of them",
-    "bound": "an upper bound, from the graph's spectrum",
-}
 SPLITS = {
     "equal": "the paper's",
     "mean_noise": "least in the honest mean",
@@ -233,7 +228,7 @@ def graph_lines(row: Row | None) -> list[str]:
     return [
         "Secret graph (--secret_graph)",
         *paragraph(f"{row['graph'].capitalize()}: {pairs:.1%} of all {row['pairs_complete']:,} pairs."),
-        *paragraph(f"Epsilon is {HOW[row['how']]}. The noise in the honest mean is at most:"),
+        *paragraph(f"Epsilon is {privacy.HOW[row['how']]}. The noise in the honest mean is at most:"),
         *table(
             head,
             [

@@ -289,6 +289,31 @@ def test_poisson_batches_are_divided_by_their_expected_size(params, data):
     assert np.std([float(jnp.linalg.norm(draw(key)["w"][0])) for key in keys[:20]]) > 1e-3
 
 
+def test_poisson_batches_of_larger_workers_have_room():
+    """The plan knows the smallest worker; the larger ones' batches vary more, and must not be cut."""
+    private = plan(
+        "cdp", level="example", sampling="poisson", batch_size=100, samples_per_worker=120, rounds=400
+    )
+    draw = jax.jit(
+        jax.vmap(
+            lambda key: federation.sample_poisson(key, 6000, jnp.int32(6000), 100, private.largest_batch)[1]
+        )
+    )
+    sizes = np.asarray(draw(jax.random.split(jax.random.key(0), 4000))).sum(axis=1)
+    assert sizes.max() < private.largest_batch - 20
+    assert sizes.mean() == pytest.approx(100, abs=1) and sizes.std() == pytest.approx(10, rel=0.1)
+
+
+def test_a_federation_must_sample_what_its_plan_counts_with(params, data):
+    private = plan("cdp", level="example", batch_size=B, samples_per_worker=M)
+    with pytest.raises(ValueError, match=f"batch_size is 3, and the plan counts with batches of {B}"):
+        make(private, batch_size=3)
+    larger = plan("cdp", level="example", batch_size=B, samples_per_worker=M + 1)
+    rounds = make(larger, batch_size=B)
+    with pytest.raises(ValueError, match=f"at most {M} examples, and the plan counts with at least {M + 1}"):
+        rounds.step(jax.random.key(0), rounds.init(params), data)
+
+
 def test_a_federation_samples_as_its_plan_says(params, data):
     """The same keys with the other sampling give other rounds: the plan is what decides."""
     settings = {"level": "example", "batch_size": B, "samples_per_worker": M}

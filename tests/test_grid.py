@@ -615,6 +615,7 @@ def test_plans_the_grid_cannot_keep():
         (plan_of(accountant="exact"), 14, "accountant must be 'rdp' or 'paper' on the grid, got 'exact'"),
         (plan_of(), 1, "bits=1 is too coarse"),
         (plan_of(num_workers=2000), 17, "bits must be at most"),
+        (plan_of(sigma_ind=0.2, sigma_cor=0.2), 17, "is too large for the grid: that draws are not exactly"),
     ):
         with pytest.raises(UserError, match=message):
             grid.check_plan(plan, bits, 431_080)

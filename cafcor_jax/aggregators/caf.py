@@ -16,9 +16,6 @@ from cafcor_jax.types import Array
 # Squarings of the covariance before the power iteration gives up on a gap: 2^44 powers tell eigenvalues
 # apart that differ by a part in 10^12.
 _MAX_SQUARINGS = 44
-# A matrix of trace 1 whose squared entries sum to 1 has rank one. From this on it is close enough to that for
-# plain steps with it to end soon: each leaves a ninth of what is not along the top eigenvector, or less.
-_PURITY = 0.9
 # The plain steps end when a step moves the unit vector by less than this, or after so many of them.
 _STILL, _MAX_STEPS = 1e-14, 40
 
@@ -159,11 +156,13 @@ def top_eigenvector(matrix: Array) -> Array:
     """A unit top eigenvector of a positive semi-definite matrix, by power iteration that doubles the power.
 
     Squaring S <- S^2 / tr(S^2) raises the matrix to the power 2^k in k products. S tends to u u^T (or to the
-    projector on the top eigenspace), and its column with the largest diagonal entry cannot be orthogonal to
-    u, whatever the input: no start vector has to be chosen, and the result is deterministic. tr(S^2) tells
-    how near it is: it is 1 for matrices of rank one only. Soon it is cheaper to apply S to a vector, each
-    time 2^k steps of power iteration, until that stands still.
+    projector on the top eigenspace), and tr(S^2) tells how near it is: at 1 - 1/(2n), what is not along u has
+    a trace below 1/(2n). The largest diagonal entry is at least 1/n, so u^2 is at least 1/(2n) there, and
+    that column cannot be orthogonal to u, whatever the input: no start vector has to be chosen, and the
+    result is deterministic. From there on it is cheaper to apply S to the vector, each time 2^k steps of
+    power iteration, until it stands still.
     """
+    purity_to_reach = 1 - 1 / (2 * max(matrix.shape[0], 5))
 
     def square(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         power, _, count = state
@@ -175,7 +174,7 @@ def top_eigenvector(matrix: Array) -> Array:
 
     def spread_out(state: tuple[Array, Array, Array]) -> Array:
         _, purity, count = state
-        return (purity < _PURITY) & (count < _MAX_SQUARINGS)
+        return (purity < purity_to_reach) & (count < _MAX_SQUARINGS)
 
     def apply(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         vector, _, count = state

@@ -30,10 +30,11 @@ from cafcor_jax.privacy.mechanism import (
     step_divergence,
     step_divergence_of_covariance,
 )
-from cafcor_jax.privacy.plan import ACCOUNTANTS, LEVELS, SAMPLINGS, THREAT_MODELS, PrivacyPlan
+from cafcor_jax.privacy.plan import ACCOUNTANTS, HOW, LEVELS, SAMPLINGS, THREAT_MODELS, PrivacyPlan
 
 __all__ = [
     "ACCOUNTANTS",
+    "HOW",
     "LEVELS",
     "OPACUS_ORDERS",
     "ORDERS",

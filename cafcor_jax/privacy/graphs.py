@@ -31,6 +31,8 @@ from cafcor_jax.privacy import mechanism
 MAX_SETS, MAX_NUMBERS = 20_000, 10**7
 # A smallest eigenvalue below this part of the largest is that of a singular matrix.
 _SINGULAR = 1e-11
+# Of computed eigenvalues, as a part of the largest: on the safe side.
+_ROUNDING = 1e-14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +107,13 @@ def ring(num_workers: int) -> SecretGraph:
     return SecretGraph("ring", num_workers, tuple(sorted((i, j) for i, j in pairs)))
 
 
+@functools.lru_cache(maxsize=16)
 def regular(num_workers: int, degree: int, seed: int = 0) -> SecretGraph:
     """A random graph in which every worker shares `degree` secrets.
 
     Pairs are drawn among workers that still lack secrets and do not share one yet; where that leads to a dead
-    end, from the start (Steger and Wormald, Generating Random Regular Graphs Quickly, 1999).
+    end, from the start (Steger and Wormald, Generating Random Regular Graphs Quickly, 1999). If most pairs
+    share a secret, those that do not are drawn.
 
     Example:
       >>> regular(10, 4).degrees.tolist()
@@ -121,6 +125,11 @@ def regular(num_workers: int, degree: int, seed: int = 0) -> SecretGraph:
             f"a regular graph of degree {degree} over {num_workers} workers does not exist: the degree must "
             f"be at most {num_workers - 1}, and workers times degree even."
         )
+    if degree == num_workers - 1:
+        return dataclasses.replace(complete(num_workers), name="regular")
+    if 2 * degree >= num_workers:
+        others = regular(num_workers, num_workers - 1 - degree, seed).adjacency
+        return dataclasses.replace(given(~others & ~np.eye(num_workers, dtype=bool)), name="regular")
     generator = np.random.default_rng(seed)
     while True:
         missing = np.full(num_workers, degree)
@@ -257,7 +266,10 @@ def worst_case(
     solved. Few choices (`MAX_SETS`, `MAX_NUMBERS`): all of them. Otherwise, with lambda the least second
     eigenvalue of the Laplacian when q workers are taken away, Sigma is at least that of a complete graph over
     n - q workers with sigma_cor^2 lambda / (n - q) in place of sigma_cor^2, and the lemma applies to that.
-    Taking a worker away lowers the second eigenvalue by at most 1 (Fiedler 1973).
+    Taking a worker away lowers the second eigenvalue by at most 1 (Fiedler 1973). A second bound keeps worker
+    i and its k - q remaining neighbours only: 1 / (Sigma^-1)_ii is the conductance from i to the ground of a
+    network with conductances sigma_cor^2 between workers and sigma_ind^2 from each to the ground, and falls
+    if edges are cut (Rayleigh). The smaller one counts.
 
     Args:
       graph: Who shares secrets.
@@ -316,9 +328,14 @@ def _worst_inverse(
     connectivity = _least_connectivity(graph, q) * cor
     if ind == 0 and (q == f or connectivity <= 0):
         return math.inf, "bound"
-    pair = connectivity / (n - q)
-    bound = (1 + pair / ((f - q) * pair + ind)) / (connectivity + ind) if connectivity > 0 else alone
-    return min(bound, alone), "bound"
+    bounds = []
+    if connectivity > 0:
+        pair = connectivity / (n - q)
+        bounds.append((1 + pair / ((f - q) * pair + ind)) / (connectivity + ind))
+    if ind > 0:
+        neighbours = int(graph.degrees.min()) - q
+        bounds.append(1 / (ind + neighbours * cor * ind / (cor + ind)))
+    return min(bounds), "bound"
 
 
 # Eigenvalues [m, h], and the squares of the eigenvectors' entries [m, h, h], of m matrices: with those the
@@ -335,6 +352,7 @@ def _worst_of(spectra: _Spectra, ind: float, cor: float) -> float:
     """The largest diagonal entry of all inverses of cor A + ind I; infinite if one is singular."""
     values, squares = spectra
     values = cor * np.maximum(values, 0) + ind
+    values = values - _ROUNDING * values[:, -1:]
     if (values[:, 0] <= _SINGULAR * values[:, -1]).any():
         return math.inf
     return float(np.einsum("mik,mk->mi", squares, 1 / values).max())

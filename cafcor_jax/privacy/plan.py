@@ -24,10 +24,11 @@ _WORDS = {
     "byzldp": "ByzLDP (curious server, to which Byzantine workers reveal their secrets)",
 }
 
-_HOW = {
+#: In words, how the epsilon of a plan on a secret graph was found.
+HOW = {
     "exact": "exact for the worst colluders",
     "enumerated": "exact for the worst colluders (all sets were looked at)",
-    "bound": "an upper bound, from the graph's spectrum",
+    "bound": "an upper bound",
 }
 
 
@@ -134,7 +135,7 @@ class PrivacyPlan:
         if self.batch_size and self.samples_per_worker and self.batch_size > self.samples_per_worker:
             raise UserError(
                 f"batch_size must be at most samples_per_worker={self.samples_per_worker}, got "
-                f"{self.batch_size}: batches are drawn without replacement."
+                f"{self.batch_size}: no batch is larger than the worker's data."
             )
         # At the user level all examples of a worker may change at once, so sampling them hides nothing.
         allowed = SAMPLINGS[1:] if self.level == "example" else SAMPLINGS[:1]
@@ -202,13 +203,21 @@ class PrivacyPlan:
 
     @property
     def largest_batch(self) -> int | None:
-        """The most examples a batch can have: b, or with Poisson sampling what is exceeded next to never."""
-        if self.sampling != "poisson" or self.batch_size is None or self.samples_per_worker is None:
+        """The most examples a batch can have: b, or with Poisson sampling what is exceeded next to never.
+
+        A worker with m examples draws Binomial(m, b/m) of them. Above its mean, that has a lighter tail than
+        Poisson(b), whatever m is (Anderson and Samuels 1967), so one bound serves workers of all sizes. One
+        more place is for the example in which neighbours differ: with room for the others it is not dropped.
+        """
+        if self.sampling != "poisson" or self.batch_size is None:
             return self.batch_size
-        from scipy import stats  # takes long to import
+        from scipy import special  # takes long to import
 
         chance = TRUNCATED * self.delta / self.rounds
-        return int(stats.binom.isf(chance, self.samples_per_worker, self.sampling_rate)) + 1
+        size = self.batch_size + 1
+        while special.gammainc(size + 1, self.batch_size) > chance:  # P(Poisson(b) > size)
+            size += 1
+        return size + 1
 
     @property
     def worst_case(self) -> graphs.WorstCase:
@@ -328,7 +337,7 @@ class PrivacyPlan:
                 + ("on average (Poisson)" if self.sampling == "poisson" else "without replacement")
             )
         if self.graph is not None:
-            lines.append(f"  secrets: {self.graph.describe()}; epsilon is {_HOW[self.worst_case.how]}")
+            lines.append(f"  secrets: {self.graph.describe()}; epsilon is {HOW[self.worst_case.how]}")
         budget = "no budget set" if math.isinf(self.epsilon) else f"budget epsilon = {self.epsilon:g}"
         lines.append(f"  {budget} at delta = {self.delta:g}, accountant {self.accountant}")
         lines.append(

@@ -269,3 +269,38 @@ def test_power_iteration_and_eigendecomposition_agree(make):
 def test_refuses_an_unknown_way_to_the_eigenvector():
     with pytest.raises(ValueError, match="eigenvector is 'lanczos'; it must be one of"):
         caf(3, eigenvector="lanczos")
+
+
+def test_the_start_is_not_orthogonal_to_the_top_direction():
+    """One honest message has no part in the top direction, and more of the second than others of the first.
+
+    A power iteration that starts from the largest diagonal entry too early starts from that message, and then
+    finds the second direction for ever.
+    """
+    half = np.float32(np.sqrt(0.5))
+    x = np.concatenate(
+        [
+            [[2, 6.4]],
+            np.repeat([[half, 0]], 48, 0),
+            np.repeat([[-half, 0]], 48, 0),
+            np.repeat([[8, 0]], 32, 0),
+        ]
+    ).astype(np.float32)
+    honest = x[:97].astype(np.float64)
+    n, f = len(x), 32
+    kappa = 6 * f / (n - f) * (1 + f / (n - 2 * f)) ** 2
+    bound = kappa * np.linalg.eigvalsh(np.cov(honest.T, bias=True))[-1]
+    for choice in ("power", "eigh"):
+        error = np.sum((np.asarray(caf(f, eigenvector=choice)(x), np.float64) - honest.mean(0)) ** 2)
+        assert error <= bound
+
+
+@pytest.mark.parametrize("n", [5, 31, 64, 129, 300])
+@pytest.mark.parametrize("ratio", [0.5, 0.9, 0.99, 0.999])
+def test_a_spread_out_top_eigenvector_beside_a_concentrated_second_one(n, ratio):
+    top = np.r_[0, np.full(n - 1, (n - 1) ** -0.5)]
+    matrix = np.outer(top, top)
+    matrix[0, 0] = ratio
+    with jax.enable_x64(True):
+        found = np.asarray(top_eigenvector(jnp.asarray(matrix)))
+    np.testing.assert_allclose(np.abs(found), top, atol=1e-12)

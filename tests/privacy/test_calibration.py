@@ -302,11 +302,16 @@ def test_poisson_plans():
     assert_round_trip(plan, 13.7)
     assert plan.sensitivity == pytest.approx(2.25 / 100)
     assert "batches of 100 of 6000 on average (Poisson)" in plan.describe()
-    # Exceeded next to never, and the fewest for which that is so.
+    # One place for the example in question; more than the others are exceeded next to never, at any size.
     from scipy import stats
 
     chance = 1e-6 * plan.delta / plan.rounds
     most = plan.largest_batch
-    assert stats.binom.sf(most, 6000, 100 / 6000) <= chance < stats.binom.sf(most - 2, 6000, 100 / 6000)
+    for m in (101, 150, 1000, 6000, 10**6):
+        assert stats.binom.sf(most - 1, m, 100 / m) <= chance
+    assert stats.poisson.sf(most - 3, 100) > chance
+    # Far out in the tail too.
+    tiny = calibrate("cdp", epsilon=13.7, sampling="poisson", **EXAMPLE, delta=1e-12, rounds=10_000)
+    assert 180 < tiny.largest_batch < 230
     with pytest.raises(ValueError, match="sampling must be 'none' at the user level, got 'poisson'"):
         calibrate("cdp", sampling="poisson")

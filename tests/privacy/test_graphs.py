@@ -120,6 +120,30 @@ def test_a_large_graph_is_bounded_between_complete_and_independent_noise():
     assert below <= found.step_divergence < 2.5 * below
 
 
+@pytest.mark.parametrize("degree, f", [(10, 5), (20, 10), (30, 5)])
+def test_bounds_lie_between_an_attack_and_independent_noise(degree, f):
+    """The colluders are neighbours of worker 0: one choice, so below the worst one."""
+    graph = graphs.regular(100, degree, seed=1)
+    for sigmas in ((1.0, 1.0), (1.0, 0.3), (0.3, 1.0)):
+        found = worst_case(graph, *sigmas, f, f)
+        neighbours = np.flatnonzero(graph.adjacency[0])[:f]
+        one = graphs.covariance(
+            graph, sigma_ind=sigmas[0], sigma_cor=sigmas[1], colluding=neighbours, silent=[]
+        )
+        attack = 2 * np.linalg.inv(one)[0, 0]
+        assert found.how == "bound"
+        assert attack <= found.step_divergence < 2 / sigmas[0] ** 2
+        # k - f neighbours are left, each with noise of its own: not the independent noise alone.
+        ind, cor = np.square(sigmas)
+        assert found.step_divergence <= 2 / (ind + (degree - f) * cor * ind / (cor + ind)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("n, degree", [(30, 28), (100, 90), (100, 98), (100, 50), (6, 5)])
+def test_dense_regular_graphs(n, degree):
+    graph = graphs.regular(n, degree, seed=4)
+    assert (graph.degrees == degree).all() and graph.name == "regular"
+
+
 def test_colluders_around_a_worker_leave_it_its_own_noise():
     found = worst_case(graphs.regular(60, 6), 0.5, 3.0, 6, 6)
     assert (found.how, found.step_divergence) == ("exact", pytest.approx(2 / 0.25))
