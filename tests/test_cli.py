@@ -60,7 +60,7 @@ def test_later_flagfile_wins(flag_values, flagfile, tmp_path):
         (["--flagfile"], "--flagfile names no file: write --flagfile=FILE."),
         (["--flagfile={tmp}"], "The flagfile '{tmp}' cannot be read: Is a directory."),
         (["--flagfile={tmp}/binary.cfg"], "The flagfile '{tmp}/binary.cfg' is not a text file."),
-        (["--sed=3"], "Unknown command line flag 'sed'. Did you mean: seed ?"),
+        (["--seeed=3"], "Unknown command line flag 'seeed'. Did you mean: seed ?"),
         (["--seed=three"], "flag --seed=three: must be a whole number."),
         (["--epsilon=lots"], "flag --epsilon=lots: must be a number."),
         (["--seed"], "Missing value for flag --seed."),
@@ -142,7 +142,7 @@ cli.run(main, doc=__doc__)
     [
         (["--seed=3", f"--flagfile={ROOT}/configs/mnist_byzldp.cfg"], 5, "seed 3\n", ""),
         (["--help", "--seed=x"], 0, "Prints the seed.", ""),
-        (["--sed=3"], 2, "", "error: Unknown command line flag 'sed'."),
+        (["--seeed=3"], 2, "", "error: Unknown command line flag 'sed'."),
         (["--attack=nonesuch"], 2, "", "error: attack='nonesuch' is not known: choose one of "),
     ],
     ids=["success", "help", "unknown flag", "unknown choice"],
