@@ -138,7 +138,8 @@ class Config:
     )
     attack_factor: float | None = _field(
         None,
-        "Strength of the attack, for those that have one (tau of alie).",
+        "Strength of the attack, for those that have one (alie: standard deviations from the mean; foe: "
+        "times the mean; gaussian: standard deviation).",
         group="Workers and attack",
         unset="the attack's own",
     )

@@ -2,13 +2,48 @@
 
 from collections.abc import Callable
 
-from cafcor_jax.attacks.vectors import alie, none, sign_flip
+from cafcor_jax.attacks.vectors import (
+    alie,
+    alie_z_max,
+    foe,
+    gaussian,
+    inf,
+    mimic,
+    min_max,
+    min_sum,
+    nan,
+    none,
+    sign_flip,
+    zero,
+)
 from cafcor_jax.types import Attack
 
 BY_NAME: dict[str, Callable[..., Attack]] = {
     "none": none,
     "sign_flip": sign_flip,
+    "foe": foe,
     "alie": alie,
+    "mimic": mimic,
+    "gaussian": gaussian,
+    "inf": inf,
+    "nan": nan,
+    "zero": zero,
+    "min_max": min_max,
+    "min_sum": min_sum,
 }
 
-__all__ = ["BY_NAME", "alie", "none", "sign_flip"]
+__all__ = [
+    "BY_NAME",
+    "alie",
+    "alie_z_max",
+    "foe",
+    "gaussian",
+    "inf",
+    "mimic",
+    "min_max",
+    "min_sum",
+    "nan",
+    "none",
+    "sign_flip",
+    "zero",
+]
