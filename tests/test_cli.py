@@ -142,7 +142,7 @@ cli.run(main, doc=__doc__)
     [
         (["--seed=3", f"--flagfile={ROOT}/configs/mnist_byzldp.cfg"], 5, "seed 3\n", ""),
         (["--help", "--seed=x"], 0, "Prints the seed.", ""),
-        (["--seeed=3"], 2, "", "error: Unknown command line flag 'sed'."),
+        (["--seeed=3"], 2, "", "error: Unknown command line flag 'seeed'."),
         (["--attack=nonesuch"], 2, "", "error: attack='nonesuch' is not known: choose one of "),
     ],
     ids=["success", "help", "unknown flag", "unknown choice"],
