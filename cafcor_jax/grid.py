@@ -26,7 +26,7 @@ import numpy as np
 
 from cafcor_jax.discrete_gaussian import NARROWEST, WIDEST, Sampler, discrete_gaussian, draw, reach, theta
 from cafcor_jax.errors import UserError
-from cafcor_jax.noise import by_blocks, fold_in_keys, pair_totals
+from cafcor_jax.noise import by_blocks, fold_in_keys, pair_totals, row_totals
 from cafcor_jax.privacy import PrivacyPlan, SecretGraph
 from cafcor_jax.privacy import epsilon as spent
 from cafcor_jax.privacy.mechanism import check_int
@@ -195,17 +195,8 @@ def pairwise_row(
     sampler = _sampler(sigma, bits)
     if sampler is None:
         return jnp.zeros((size,), jnp.int32)
-    sign = jnp.sign(jnp.arange(own_pair_keys.shape[0]) - worker).astype(jnp.int32)[:, None]
-    if graph is not None:
-        sign = sign * jnp.asarray(graph.adjacency)[worker][:, None]
-    round_keys = fold_in_keys(own_pair_keys, round_index)
-
-    def block(block_index: Array) -> Array:
-        halves = draw(sampler, fold_in_keys(round_keys, block_index))
-        sums = [jnp.sum(sign * half, axis=0, dtype=jnp.int32) for half in halves]
-        return jnp.concatenate(sums)[None]
-
-    return by_blocks(block, 1, size, jnp.int32)[0]
+    totals = row_totals(own_pair_keys, worker, round_index, lambda keys: draw(sampler, keys), graph)
+    return by_blocks(totals, 1, size, jnp.int32)[0]
 
 
 def _sampler(sigma: float, bits: int) -> Sampler | None:

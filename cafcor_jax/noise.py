@@ -123,9 +123,7 @@ def pairwise(
     n = pair_keys.shape[0]
     if n == 1 or (graph is not None and not graph.edges):
         return jnp.zeros((n, size), jnp.float32)
-    totals = pair_totals(
-        pair_keys, round_index, lambda keys: [_to_grid(half, n) for half in _normals(keys)], graph
-    )
+    totals = pair_totals(pair_keys, round_index, _draw_integers(n), graph)
     return by_blocks(lambda index: _from_grid(totals(index), n, sigma), n, size)
 
 
@@ -234,18 +232,28 @@ def pairwise_row(
       [d].
     """
     n = own_pair_keys.shape[0]
-    index = jnp.arange(n)
-    sign = jnp.sign(index - worker)[:, None]
+    totals = row_totals(own_pair_keys, worker, round_index, _draw_integers(n), graph)
+    return by_blocks(lambda index: _from_grid(totals(index), n, sigma), 1, size)[0]
+
+
+def row_totals(
+    own_pair_keys: Array,
+    worker: Array | int,
+    round_index: Array | int,
+    draw: Callable[[Array], Sequence[Array]],
+    graph: SecretGraph | None = None,
+) -> Callable[[Array], Array]:
+    """One worker's row of `pair_totals` by its own keys alone: from a block's index to int32 [1, BLOCK]."""
+    sign = jnp.sign(jnp.arange(own_pair_keys.shape[0]) - worker).astype(jnp.int32)[:, None]
     if graph is not None:
         sign = sign * jnp.asarray(graph.adjacency)[worker][:, None]
     round_keys = fold_in_keys(own_pair_keys, round_index)
 
-    def block(block_index: Array) -> Array:
-        normals = _normals(fold_in_keys(round_keys, block_index))
-        halves = [jnp.sum(_to_grid(sign * half, n), axis=0) for half in normals]
-        return _from_grid(jnp.concatenate(halves), n, sigma)[None]
+    def block(index: Array) -> Array:
+        halves = draw(fold_in_keys(round_keys, index))
+        return jnp.concatenate([jnp.sum(sign * half, axis=0, dtype=jnp.int32) for half in halves])[None]
 
-    return by_blocks(block, 1, size)[0]
+    return block
 
 
 def pair_noise(
@@ -333,6 +341,11 @@ def _grid_bits(num_workers: int) -> int:
 def _to_grid(normals: Array, num_workers: int) -> Array:
     scaled = normals * 2.0 ** _grid_bits(num_workers)
     return lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
+
+
+def _draw_integers(num_workers: int) -> Callable[[Array], Sequence[Array]]:
+    """A block of unit normals for every key, rounded to the grid of n workers, as two halves."""
+    return lambda keys: [_to_grid(half, num_workers) for half in _normals(keys)]
 
 
 def _from_grid(total: Array, num_workers: int, sigma: Array | float) -> Array:

@@ -265,8 +265,8 @@ def test_vanished_workers_tell_less(n, data):
     assert (part <= whole[:left] * (1 + 1e-12)).all()
 
 
-def test_noise_of_the_mean_without_vanished_workers():
-    plan = privacy.calibrate(
+def plan_of_twelve():
+    return privacy.calibrate(
         threat_model="byzldp",
         epsilon=10.0,
         delta=1e-5,
@@ -275,6 +275,10 @@ def test_noise_of_the_mean_without_vanished_workers():
         rounds=5,
         clip_norm=1.0,
     )
+
+
+def test_noise_of_the_mean_without_vanished_workers():
+    plan = plan_of_twelve()
     for vanished in range(9):
         left = 9 - vanished
         # From the covariance in which the vanished count as silent Byzantine ones, all secrets unknown.
@@ -289,13 +293,5 @@ def test_noise_of_the_mean_without_vanished_workers():
 
 
 def test_message_std():
-    plan = privacy.calibrate(
-        threat_model="byzldp",
-        epsilon=10.0,
-        delta=1e-5,
-        num_workers=12,
-        num_byzantine=3,
-        rounds=5,
-        clip_norm=1.0,
-    )
+    plan = plan_of_twelve()
     assert plan.message_std == pytest.approx(math.sqrt(11 * plan.sigma_cor**2 + plan.sigma_ind**2))
