@@ -24,7 +24,7 @@ from absl import app, flags, logging
 from cafcor_jax import config
 from cafcor_jax.errors import UserError
 
-_HELP = ("--help", "-help", "-h", "-?", "--helpshort", "-helpshort")
+HELP = ("--help", "-help", "-h", "-?", "--helpshort", "-helpshort")
 
 
 def run(main: Callable[[config.Config], int | None], *, doc: str | None = None) -> None:
@@ -41,7 +41,7 @@ def run(main: Callable[[config.Config], int | None], *, doc: str | None = None) 
     config.define_flags()
 
     def parse(argv: Sequence[str]) -> config.Config:
-        if any(arg in _HELP for arg in itertools.takewhile(lambda arg: arg != "--", argv[1:])):
+        if any(arg in HELP for arg in itertools.takewhile(lambda arg: arg != "--", argv[1:])):
             print(help_text(argv[0], doc))
             sys.exit(0)
         logging.set_verbosity(logging.WARNING)  # JAX and Orbax tell things that are of no use to a person.
@@ -66,21 +66,21 @@ def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS
     Raises:
       UserError: if a flag, a value or a flagfile is wrong.
     """
-    files, others = _split_flagfiles(argv[1:])
-    for file in files:
-        _check_readable(file)
-    read(flag_values, [argv[0], *(f"--flagfile={file}" for file in files), *others])
+    read(flag_values, argv)
     return config.from_flags(flag_values)
 
 
 def read(flag_values: flags.FlagValues, argv: Sequence[str]) -> None:
-    """Sets flags from a command line, for scripts with flags of their own only.
+    """Sets flags from a command line and makes no settings of them yet.
 
     Raises:
-      UserError: if a flag or a value is wrong, or something is no flag.
+      UserError: if a flag, a value or a flagfile is wrong, or something is no flag.
     """
+    files, others = _split_flagfiles(argv[1:])
+    for file in files:
+        _check_readable(file)
     try:
-        rest = flag_values(argv)
+        rest = flag_values([argv[0], *(f"--flagfile={file}" for file in files), *others])
     except flags.Error as error:
         raise UserError(_sentence(str(error))) from None
     if len(rest) > 1:

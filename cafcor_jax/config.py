@@ -425,9 +425,7 @@ class Config:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
-                near = difflib.get_close_matches(str(name), names, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(names)}."
-                raise UserError(f"{name!r} is not a setting: {hint}")
+                raise UserError(_unknown(str(name)))
         return cls(**values)
 
     def _expand(self, template: str) -> str:
@@ -496,6 +494,39 @@ def from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> Config:
     return Config.from_dict(
         {field.name: flag_values[field.name].value for field in dataclasses.fields(Config)}
     )
+
+
+def parse(name: str, text: str) -> Any:
+    """Reads one setting's value from text, as its flag does.
+
+    Args:
+      name: of a field of :class:`Config`.
+      text: its value.
+
+    Returns:
+      The value; whether it is allowed beside the others, ``Config`` decides.
+
+    Raises:
+      UserError: if there is no such setting, or the text is no value of its kind.
+
+    Example:
+        >>> parse("num_byzantine", "5")
+        5
+    """
+    field = next((field for field in dataclasses.fields(Config) if field.name == name), None)
+    if field is None:
+        raise UserError(_unknown(name))
+    try:
+        return _checked(field, _Parser(field).parse(text.strip()))
+    except ValueError as error:
+        raise error if isinstance(error, UserError) else UserError(f"{name}={text!r} {error}.") from None
+
+
+def _unknown(name: str) -> str:
+    names = [field.name for field in dataclasses.fields(Config)]
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(names)}."
+    return f"{name!r} is not a setting: {hint}"
 
 
 def describe(field: dataclasses.Field) -> str:

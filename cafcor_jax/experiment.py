@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import json
 import math
 import os
 import signal
@@ -266,9 +268,8 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
     with progress.phase("calibrating the noise"), _user_errors():
         plan = _plan(config, int(federated.sizes.min()))
         model = models.cnn(mean=dataset.mean, std=dataset.std, num_classes=dataset.num_classes)
-        factor = {} if config.attack_factor is None else {"factor": config.attack_factor}
         aggregator = _aggregator(config)
-        attack = attacks.BY_NAME[config.attack](**factor)
+        attack = _attack(config, aggregator, dataset.num_classes)
         augment = random_flip if dataset.flip else None
         rounds = federation(
             loss_fn=model.loss,
@@ -296,7 +297,46 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
     )
 
 
-def run(config: Config, *, progress: Progress | None = None) -> Summary:
+class Programs:
+    """Compiled code, kept for later runs in the same process that differ in their seed alone."""
+
+    # A program of a large model takes some 10 MB.
+    _MOST = 64
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Any, Any]] = {}
+
+    def of(self, experiment: Experiment, length: int, *args: Any) -> tuple[Any, Any]:
+        """The rounds and the evaluation of an experiment, compiled.
+
+        Args:
+          experiment: the run.
+          length: rounds in one call.
+          *args: key, state, data, test images and test labels, of the shapes that will be used.
+
+        Returns:
+          (key, state, data) -> (state, infos), which donates the state; (params, images, labels) -> (loss,
+          accuracy).
+        """
+        settings = {
+            field.name: getattr(experiment.config, field.name)
+            for field in dataclasses.fields(Config)
+            if field.metadata["result"] and field.name != "seed"
+        }
+        # The plan too: it can hang on the seed through the sizes of the workers' data and the secret graph.
+        name = json.dumps([settings, experiment.plan.to_dict(), length, str(jax.tree.map(jax.typeof, args))])
+        if name not in self._kept:
+            key, state, workers, *tests = args
+            self._kept[name] = (
+                jax.jit(experiment.chunk(length), donate_argnums=1).lower(key, state, workers).compile(),
+                jax.jit(experiment.model.evaluate).lower(state.params, *tests).compile(),
+            )
+            if len(self._kept) > self._MOST:
+                del self._kept[next(iter(self._kept))]
+        return self._kept[name]
+
+
+def run(config: Config, *, progress: Progress | None = None, programs: Programs | None = None) -> Summary:
     """Trains, or goes on with training, and leaves everything in `config.workdir`.
 
     Killed at any moment and called again, it ends with the same parameters and metrics, to the bit, as if it
@@ -305,6 +345,7 @@ def run(config: Config, *, progress: Progress | None = None) -> Summary:
     Args:
       config: the settings.
       progress: is told what goes on; nobody unless given.
+      programs: keeps compiled code for the next run.
 
     Returns:
       The result.
@@ -323,7 +364,9 @@ def run(config: Config, *, progress: Progress | None = None) -> Summary:
             experiment = build(config, progress=progress)
             folder.start(experiment.record(), progress.log)
             progress.log(experiment.describe())
-            summary = _finish(experiment, folder, _train(experiment, folder, progress))
+            summary = _finish(
+                experiment, folder, _train(experiment, folder, progress, programs or Programs())
+            )
     progress.log(summary.describe())
     return summary
 
@@ -410,7 +453,7 @@ def _chunk_length(config: Config) -> int:
     return max(length for length in range(1, longest + 1) if common % length == 0)
 
 
-def _train(experiment: Experiment, folder: Workdir, progress: Progress) -> PyTree:
+def _train(experiment: Experiment, folder: Workdir, progress: Progress, programs: Programs) -> PyTree:
     """Runs the rounds that are missing, and returns the final parameters."""
     config, key, workers = experiment.config, experiment.key, experiment.data
     done = max(folder.rounds(), default=0)
@@ -432,8 +475,7 @@ def _train(experiment: Experiment, folder: Workdir, progress: Progress) -> PyTre
         )
     tests = jnp.asarray(experiment.dataset.test_images), jnp.asarray(experiment.dataset.test_labels)
     with progress.phase("compiling"):
-        chunk = jax.jit(experiment.chunk(length), donate_argnums=1).lower(key, state, workers).compile()
-        evaluate = jax.jit(experiment.model.evaluate).lower(state.params, *tests).compile()
+        chunk, evaluate = programs.of(experiment, length, key, state, workers, *tests)
 
     spent = privacy.epsilon_schedule(experiment.plan)
     saved = done
@@ -460,7 +502,7 @@ def _train(experiment: Experiment, folder: Workdir, progress: Progress) -> PyTre
             if done % config.eval_every == 0 or done == config.rounds:
                 test_loss, accuracy = map(float, evaluate(state.params, *tests))
             seconds = (time.monotonic() - begin) / length
-            rows = [_row(before + 1 + i, info, i, spent, seconds) for i in range(length)]
+            rows = [_row(before + 1 + i, info, i, spent, seconds, config.num_honest) for i in range(length)]
             rows[-1].update(test_accuracy=accuracy, test_loss=test_loss)
             folder.append_metrics(rows)
             weights.append(info.weights)
@@ -478,7 +520,30 @@ def _final(state: State) -> PyTree:
     return {"params": state.params}
 
 
-def _row(round: int, info: Info, index: int, spent: np.ndarray, seconds: float) -> dict[str, float | None]:
+def separation(weights: np.ndarray, num_honest: int) -> float:
+    """The chance that a random honest worker has more weight than a random malicious one; a tie is one half.
+
+    Args:
+      weights: of all workers in the aggregate, [n], the honest ones first.
+      num_honest: how many are honest.
+
+    Returns:
+      1 if the rule told all malicious workers from all honest ones, 1/2 if it told nothing; NaN without
+      weights or without malicious workers.
+
+    Example:
+      >>> separation(np.array([0.5, 0.5, 0.0, 0.5]), num_honest=2)
+      0.75
+    """
+    honest, malicious = weights[:num_honest, None], weights[None, num_honest:]
+    if not malicious.size or not np.isfinite(weights).all():
+        return math.nan
+    return float(np.mean((honest > malicious) + 0.5 * (honest == malicious)))
+
+
+def _row(
+    round: int, info: Info, index: int, spent: np.ndarray, seconds: float, num_honest: int
+) -> dict[str, float | None]:
     return {
         "round": round,
         "loss": float(info.loss[index]),
@@ -489,6 +554,7 @@ def _row(round: int, info: Info, index: int, spent: np.ndarray, seconds: float) 
         "clipped": float(info.clipped[index]),
         "deviation": float(info.deviation[index]),
         "honest_weight": float(info.honest_weight[index]),
+        "separation": separation(np.asarray(info.weights[index]), num_honest),
         "not_finite": int(info.not_finite[index]),
         "seconds": seconds,
     }
@@ -502,6 +568,15 @@ def _aggregator(config: Config) -> Aggregator:
     # A rule knows only when it is called whether it can do with so many workers.
     jax.eval_shape(rule, jax.ShapeDtypeStruct((n, 1), np.float32))
     return rule
+
+
+def _attack(config: Config, aggregator: Aggregator, num_classes: int) -> Attack:
+    make = attacks.BY_NAME[config.attack]
+    wanted = inspect.signature(make).parameters
+    known: dict[str, Any] = {"aggregator": aggregator, "num_classes": num_classes}
+    if config.attack_factor is not None:
+        known["factor"] = config.attack_factor
+    return make(**{name: value for name, value in known.items() if name in wanted})
 
 
 def _check_budget(plan: privacy.PrivacyPlan, spent: np.ndarray, round: int) -> None:

@@ -7,6 +7,7 @@ the bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from jax import lax
 
 from cafcor_jax import clipping, grid, noise, secrets
 from cafcor_jax.aggregators import LinearRule
+from cafcor_jax.attacks.labels import LabelAttack
 from cafcor_jax.attacks.vectors import honest_mean
 from cafcor_jax.columns import finite_workers
 from cafcor_jax.privacy import PrivacyPlan
@@ -126,6 +128,7 @@ def federation(
     n, f = plan.num_workers, plan.num_byzantine
     h = n - f
     clipped_gradient = clipping.BY_LEVEL[plan.level](loss_fn, plan.clip_norm)
+    raw_gradient = clipping.user_level(loss_fn, math.inf)
 
     def noise_rows(key: Array, round_index: Array, size: int) -> Array:
         """The noise of the honest workers in one round, [h, d]."""
@@ -173,6 +176,21 @@ def federation(
 
         return lax.cond(state.round == 0, lambda _: state.momentum, later, None)
 
+    def malicious_messages(key: Array, state: State, data: Data, honest: Updates) -> Updates:
+        """What the malicious workers send, leaves [f, ...]."""
+        streams = _streams(key)
+        seen = honest
+        if isinstance(attack, LabelAttack):
+            seen = honest_gradients(
+                jax.random.fold_in(streams.batches, state.round),  # the batches of the honest workers
+                state.params,
+                data._replace(labels=attack.poison(data.labels)),
+                clipped_gradient=raw_gradient,
+                batch_size=batch_size,
+                augment=augment,
+            ).gradient
+        return attack(jax.random.fold_in(streams.attack, state.round), seen, f)
+
     def init(params: PyTree) -> State:
         zeros = jax.tree.map(lambda leaf: jnp.zeros((h, *leaf.shape), leaf.dtype), params)
         return State(params, zeros, optimizer.init(params), jnp.int32(0))
@@ -196,7 +214,7 @@ def federation(
         honest = next_momentum(key, state, clipped.gradient)
         messages = honest
         if f:
-            malicious = attack(jax.random.fold_in(streams.attack, state.round), honest, f)
+            malicious = malicious_messages(key, state, data, honest)
             messages = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), honest, malicious)
         aggregate, weights = aggregate_with_weights(aggregator, messages)
         updates, opt_state = optimizer.update(aggregate, state.opt_state, state.params)

@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol, TextIO
 
@@ -113,7 +113,7 @@ class Plain:
         speed = (round - done) / max(time.monotonic() - begin, 1e-9)
         self.log(
             f"round {round}/{self._total}  {_values(loss, accuracy, epsilon)}  {speed:.2f} rounds/s  "
-            f"{_duration((self._total - round) / speed)} left"
+            f"{duration((self._total - round) / speed)} left"
         )
 
 
@@ -164,7 +164,7 @@ class _Status(ProgressColumn):
         if speed:
             parts.append(f"{speed:.2f} rounds/s")
         if task.time_remaining is not None:
-            parts.append(f"{_duration(task.time_remaining)} left")
+            parts.append(f"{duration(task.time_remaining)} left")
         return Text("  ".join(filter(None, [*parts, task.fields["values"]])))
 
 
@@ -177,6 +177,97 @@ def _values(loss: float, accuracy: float | None, epsilon: float, *, short: bool 
     return "  ".join(parts)
 
 
-def _duration(seconds: float) -> str:
+class SweepProgress:
+    """Many runs one after the other: a bar over all of them on a terminal, a line a run in a log.
+
+    Args:
+      work: what each run costs, by its name, in any unit: the bar and the time left go by it.
+      done: the names of the runs that are done already.
+      stream: where to write; standard output unless told.
+    """
+
+    def __init__(self, work: Mapping[str, float], done: Collection[str], stream: TextIO | None = None):
+        self._work = dict(work)
+        self._done = dict.fromkeys(done)
+        self._before = sum(self._work[name] for name in self._done)
+        self._begin = time.monotonic()
+        self._run = ("", 0.0)
+        self._console = Console(file=stream or sys.stdout)
+        self._bar = Bar(
+            SpinnerColumn(),
+            BarColumn(bar_width=None),
+            _SweepStatus(table_column=Column(no_wrap=True)),
+            console=self._console,
+            expand=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=sum(self._work.values()), text="")
+
+    def __enter__(self) -> SweepProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def begin(self, name: str) -> Progress:
+        """Says that a run begins, and returns whom it may tell of its rounds."""
+        self._run = name, time.monotonic()
+        self._show(0.0)
+        return _Rounds(self._show)
+
+    def end(self, result: str) -> None:
+        """Says how the run ended."""
+        name, begin = self._run
+        self._done[name] = None
+        left = self._show(0.0)
+        line = f"{len(self._done)}/{len(self._work)}  {name}  {result}  {duration(time.monotonic() - begin)}"
+        self._console.print(f"{line}  {duration(left)} left", markup=False, highlight=False, soft_wrap=True)
+
+    def _show(self, part: float) -> float:
+        """Moves the bar to a part of the run that goes on; returns the seconds that are left."""
+        name = self._run[0]
+        finished = sum(self._work[one] for one in self._done)
+        if name not in self._done:
+            finished += part * self._work[name]
+        new = finished - self._before
+        missing = sum(self._work.values()) - finished
+        left = missing * (time.monotonic() - self._begin) / new if new else math.nan
+        text = f"{len(self._done)}/{len(self._work)} runs"
+        if new:
+            text += f"  {duration(left)} left"
+        self._bar.update(self._task, completed=finished, text=f"{text}  {name}")
+        return left
+
+
+class _Rounds(Silent):
+    """Passes on which part of a run's rounds is done."""
+
+    def __init__(self, show: Callable[[float], object]):
+        self._show_part = show
+        self._total = 1
+
+    def training(self, done: int, total: int) -> AbstractContextManager[None]:
+        """Keeps the number of rounds."""
+        self._total = total
+        return super().training(done, total)
+
+    def update(self, round: int, *, loss: float, accuracy: float | None, epsilon: float) -> None:
+        """Shows the part that is done."""
+        self._show_part(round / self._total)
+
+
+class _SweepStatus(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["text"])
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, or hours, minutes and seconds.
+
+    Example:
+      >>> duration(75), duration(3700)
+      ('1:15', '1:01:40')
+    """
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

@@ -52,6 +52,7 @@ COLUMNS = (
     "clipped",
     "deviation",
     "honest_weight",
+    "separation",
     "not_finite",
     "seconds",
 )
@@ -232,6 +233,8 @@ class Workdir:
                 weights = np.load(self.path / "weights.npy")[:round]
             except (OSError, ValueError, EOFError) as error:
                 raise self._lost_metrics(round, _line(error)) from None
+            if lines[:1] != [",".join(COLUMNS)]:
+                raise self._lost_metrics(round, "metrics.csv has other columns than this version writes")
             numbers = [line.split(",")[0] for line in lines]
             if numbers != ["round", *map(str, range(1, round + 1))] or len(weights) != round:
                 raise self._lost_metrics(round, "rows are missing")

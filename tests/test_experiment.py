@@ -245,7 +245,7 @@ def test_a_step_beyond_the_budget_is_refused(tmp_path):
     assert 0 < affordable < config.rounds
     stopper = Stopper()
     with Workdir(config.workdir, config) as folder, pytest.raises(UserError, match="privacy budget 500"):
-        experiment._train(dataclasses.replace(built, plan=plan), folder, stopper)
+        experiment._train(dataclasses.replace(built, plan=plan), folder, stopper, experiment.Programs())
     assert stopper.seen == list(range(1, affordable + 1))
 
     plan = dataclasses.replace(built.plan, rounds=3, sigma_ind=10.0)

@@ -58,4 +58,4 @@ def test_silence(capsys):
     "seconds, text", [(0, "0:00"), (61.4, "1:01"), (3599.6, "1:00:00"), (7384, "2:03:04")]
 )
 def test_durations(seconds, text):
-    assert progress._duration(seconds) == text
+    assert progress.duration(seconds) == text

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from cafcor_jax.attacks.labels import LabelAttack, label_flip
 from cafcor_jax.attacks.vectors import (
     alie,
     alie_z_max,
@@ -23,6 +24,7 @@ BY_NAME: dict[str, Callable[..., Attack]] = {
     "sign_flip": sign_flip,
     "foe": foe,
     "alie": alie,
+    "label_flip": label_flip,
     "mimic": mimic,
     "gaussian": gaussian,
     "inf": inf,
@@ -34,11 +36,13 @@ BY_NAME: dict[str, Callable[..., Attack]] = {
 
 __all__ = [
     "BY_NAME",
+    "LabelAttack",
     "alie",
     "alie_z_max",
     "foe",
     "gaussian",
     "inf",
+    "label_flip",
     "mimic",
     "min_max",
     "min_sum",

@@ -22,6 +22,7 @@ CLOSED_FORMS = {
     "sign_flip": lambda x: -x.mean(axis=0),
     "foe": lambda x: -2 * x.mean(axis=0),
     "alie": lambda x: x.mean(axis=0) + 1.5 * x.std(axis=0, ddof=1),
+    "label_flip": lambda x: x.mean(axis=0),  # of the gradients on flipped labels, which it is called with
     "mimic": lambda x: x[0],
     "inf": lambda x: np.full(x.shape[1:], np.inf),
     "nan": lambda x: np.full(x.shape[1:], np.nan),
@@ -92,7 +93,7 @@ def tree():
 
 
 def test_the_table_is_complete():
-    expected = "none sign_flip foe alie mimic gaussian inf nan zero min_max min_sum".split()
+    expected = "none sign_flip foe alie label_flip mimic gaussian inf nan zero min_max min_sum".split()
     assert list(attacks.BY_NAME) == expected
     assert set(CLOSED_FORMS) | DRAWN == set(attacks.BY_NAME)
 
