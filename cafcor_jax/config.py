@@ -285,6 +285,13 @@ class Config:
     checkpoint_every: int = _field(
         5, "Rounds from one checkpoint to the next.", group="Running", check=_AT_LEAST_ONE, result=False
     )
+    tensorboard: str = _field(
+        "off",
+        "'on' also writes the metrics as TensorBoard event files, to the folder tensorboard in --workdir.",
+        group="Running",
+        choices=("off", "on"),
+        result=False,
+    )
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from cafcor_jax import aggregators, attacks, chacha, data, grid, models, planner, privacy
+from cafcor_jax import aggregators, attacks, chacha, data, grid, models, planner, privacy, tensorboard
 from cafcor_jax.config import Config
 from cafcor_jax.data import cache
 from cafcor_jax.errors import UserError
@@ -215,8 +215,8 @@ class Summary:
                 f"privacy spent  {spent}",
                 f"filtering      {filtering}",
                 f"time           {self.seconds:.1f} s for {self.rounds} rounds, {speed:.2f} rounds/s",
-                f"files          {self.workdir}: curves.png, metrics.csv, summary.json, config.json, "
-                "weights.npy, checkpoints",
+                f"files          {self.workdir}: curves.png, filtering.png (who was filtered when), "
+                "metrics.csv, summary.json, config.json, weights.npy, checkpoints",
             ]
         )
 
@@ -279,6 +279,7 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
             optimizer=_optimizer(config),
             momentum=config.momentum,
             batch_size=config.batch_size,
+            examples=model.examples,
             noise_mode=config.noise_mode,
             grid_bits=grid_bits(config, plan),
             augment=augment,
@@ -355,11 +356,14 @@ def run(config: Config, *, progress: Progress | None = None, programs: Programs 
       KeyboardInterrupt: after Ctrl-C, when the last round has been saved.
     """
     progress = progress or Silent()
+    if config.tensorboard == "on":
+        tensorboard.check_installed()  # Nobody should learn it after the data is loaded.
     with Workdir(config.workdir, config) as folder:
         finished = folder.summary()
         if finished is not None:
             progress.log(f"The run in {config.workdir} is finished; delete the folder to run it again.")
             summary = Summary.from_dict(finished)
+            _export_events(config)
         else:
             experiment = build(config, progress=progress)
             folder.start(experiment.record(), progress.log)
@@ -460,6 +464,7 @@ def _train(experiment: Experiment, folder: Workdir, progress: Progress, programs
     with progress.phase("starting"):
         state = experiment.init()
         if done == config.rounds:  # Killed between the last checkpoint and the summary.
+            _export_events(config)
             return folder.restore(done, _final(state))["params"]
         if done:
             state = folder.restore(done, state)
@@ -485,7 +490,11 @@ def _train(experiment: Experiment, folder: Workdir, progress: Progress, programs
         last = done == config.rounds
         folder.save(done, _final(state) if last else state)
 
-    with progress.training(done, config.rounds), _deferred_interrupt() as interrupted:
+    with (
+        _events(config, folder, weights[0]) as add_events,
+        progress.training(done, config.rounds),
+        _deferred_interrupt() as interrupted,
+    ):
         while done < config.rounds:
             if interrupted():
                 if saved < done:
@@ -505,6 +514,7 @@ def _train(experiment: Experiment, folder: Workdir, progress: Progress, programs
             rows = [_row(before + 1 + i, info, i, spent, seconds, config.num_honest) for i in range(length)]
             rows[-1].update(test_accuracy=accuracy, test_loss=test_loss)
             folder.append_metrics(rows)
+            add_events(rows, info.weights)  # before save: a checkpoint then implies its events
             weights.append(info.weights)
             if done // config.checkpoint_every > before // config.checkpoint_every or done == config.rounds:
                 save()
@@ -513,6 +523,26 @@ def _train(experiment: Experiment, folder: Workdir, progress: Progress, programs
                 done, loss=float(info.loss[-1]), accuracy=accuracy, epsilon=float(spent[done - 1])
             )
     return state.params
+
+
+@contextlib.contextmanager
+def _events(
+    config: Config, folder: Workdir, weights: np.ndarray
+) -> Iterator[Callable[[list[dict[str, float | None]], np.ndarray], None]]:
+    """Event files that hold the rounds that are done, and what adds others; it does nothing if not wanted."""
+    if config.tensorboard == "off":
+        yield lambda rows, weights: None
+        return
+    with tensorboard.writer(folder.path / "tensorboard", config.to_dict()) as events:
+        done = tensorboard.rows_of(read_metrics(folder.path / "metrics.csv"))
+        events.add(done, weights, config.num_honest)
+        yield lambda rows, weights: events.add(rows, weights, config.num_honest)
+
+
+def _export_events(config: Config) -> None:
+    """Event files of a run whose rounds are all done: it may have been without them until now."""
+    if config.tensorboard == "on":
+        tensorboard.export(config.workdir, config.num_honest, config.to_dict())
 
 
 def _final(state: State) -> PyTree:
@@ -650,6 +680,10 @@ def _finish(experiment: Experiment, folder: Workdir, params: PyTree) -> Summary:
     if config.private:
         heading += f", epsilon {summary.epsilon:.2f} at delta {plan.delta:g}"
     folder.write("curves.png", lambda path: plotting.save(plotting.curves(metrics, heading), path))
+    weights = np.load(folder.path / "weights.npy")
+    if np.isfinite(weights).all():  # Rules without weights have nothing to show.
+        picture = plotting.filtering(weights, config.num_byzantine, heading)
+        folder.write("filtering.png", lambda path: plotting.save(picture, path))
     folder.write_json("summary.json", dataclasses.asdict(summary))
     folder.prune(keep=1)
     return summary

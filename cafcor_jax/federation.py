@@ -89,6 +89,7 @@ def federation(
     optimizer: optax.GradientTransformation,
     momentum: float,
     batch_size: int,
+    examples: clipping.Examples | None = None,
     noise_mode: str = "pairwise",
     grid_bits: int | None = None,
     augment: Callable[[Array, Array], Array] | None = None,
@@ -104,6 +105,7 @@ def federation(
       momentum: beta of the workers' momentum.
       batch_size: b, drawn by every honest worker in every round as the plan says; at the example level it
         must be the plan's.
+      examples: what the model knows of single examples, which makes the example level much faster.
       noise_mode: one of `noise.MODES`: how correlated noise is drawn.
       grid_bits: put gradients and noise on the grid of step 2^-bits (`grid.py`); None for float32.
       augment: (key, images [b, ...]) -> images, on training batches.
@@ -127,7 +129,7 @@ def federation(
         raise ValueError("noise_mode is 'projected', which has no grid: use 'pairwise'.")
     n, f = plan.num_workers, plan.num_byzantine
     h = n - f
-    clipped_gradient = clipping.BY_LEVEL[plan.level](loss_fn, plan.clip_norm)
+    clipped_gradient = clipping.BY_LEVEL[plan.level](loss_fn, plan.clip_norm, examples)
     raw_gradient = clipping.user_level(loss_fn, math.inf)
 
     def noise_rows(key: Array, round_index: Array, size: int) -> Array:

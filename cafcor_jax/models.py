@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cafcor_jax.clipping import Examples
 from cafcor_jax.types import Array, PyTree
 
 CONVOLUTIONS = ("patches", "lax")
@@ -30,10 +31,12 @@ class Model(NamedTuple):
     """key -> params."""
     log_probs: Callable[[PyTree, Array], Array]
     """(params, images uint8 [b, 28, 28, 1]) -> log-probabilities [b, classes]."""
+    examples: Examples | None = None
+    """How to clip the gradient of every example without computing it, if the model knows a way."""
 
     def loss(self, params: PyTree, images: Array, labels: Array) -> Array:
         """The mean negative log-likelihood of a batch."""
-        return -jnp.mean(jnp.take_along_axis(self.log_probs(params, images), labels[:, None], axis=1))
+        return jnp.mean(_losses(self.log_probs(params, images), labels))
 
     def evaluate(self, params: PyTree, images: Array, labels: Array, batch: int = 100) -> tuple[Array, Array]:
         """Mean loss and accuracy over a data set, computed in batches; to be jitted."""
@@ -43,7 +46,7 @@ class Model(NamedTuple):
         def totals(chunk: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             x, y, real = chunk
             log_probs = self.log_probs(params, x)
-            loss = -jnp.take_along_axis(log_probs, y[:, None], axis=1)[:, 0]
+            loss = _losses(log_probs, y)
             hit = jnp.argmax(log_probs, axis=1) == y
             return jnp.sum(jnp.where(real, loss, 0)), jnp.sum(jnp.where(real, hit, False))
 
@@ -77,31 +80,66 @@ def cnn(
         convolution = "patches" if jax.default_backend() == "cpu" else "lax"
     if convolution not in CONVOLUTIONS:
         raise ValueError(f"convolution is {convolution!r}; it must be one of {', '.join(CONVOLUTIONS)}.")
+    on_cpu = convolution == "patches"
     network = _Cnn(
-        num_classes=num_classes, convolve=_convolve_patches if convolution == "patches" else _convolve
+        num_classes=num_classes,
+        convolve=_convolve_patches if on_cpu else _convolve,
+        watch=_watch_one_by_one if on_cpu else _watch_at_once,
     )
 
     def init(key: Array) -> PyTree:
         return network.init(key, jnp.zeros((1, 28, 28, 1)))["params"]
 
-    def log_probs(params: PyTree, images: Array) -> Array:
+    def log_probs(params: PyTree, images: Array, **options: Any) -> Array:
         x = (images.astype(jnp.float32) * (1 / 255) - mean) / std
-        return jnp.asarray(network.apply({"params": params}, x))
+        return jnp.asarray(network.apply({"params": params}, x, **options))
 
-    return Model(init, log_probs)
+    def squared_norms(params: PyTree, images: Array, labels: Array) -> Array:
+        def total(probe: Array) -> Array:
+            return jnp.sum(_losses(log_probs(params, images, probe=probe), labels))
+
+        return jax.grad(total)(jnp.zeros(labels.shape[0]))
+
+    def losses(params: PyTree, images: Array, labels: Array, keep: Array) -> Array:
+        return _losses(log_probs(params, images, keep=keep), labels)
+
+    return Model(init, log_probs, Examples(squared_norms, losses))
+
+
+def _losses(log_probs: Array, labels: Array) -> Array:
+    """The negative log-likelihood of every example, [b]."""
+    return -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
 
 
 class _Cnn(nn.Module):
     num_classes: int
     convolve: Callable[[Array, Array], Array]
+    watch: Callable[[Array, Array, Array], Array]
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
-        x = nn.relu(_max_pool(_Conv(20, self.convolve)(x)))  # relu after the pool: the same, at a quarter
-        x = nn.relu(_max_pool(_Conv(50, self.convolve)(x)))
+    def __call__(self, x: Array, probe: Array | None = None, keep: Array | None = None) -> Array:
+        """Log-probabilities [b, classes].
+
+        Args:
+          x: images [b, 28, 28, 1].
+          probe: zeros [b]. The derivative by it is not that of the outputs: it is the squared norm of every
+            example's gradient by the parameters, if the outputs are differentiated example by example.
+          keep: booleans [b]. Of other examples nothing reaches the outputs or the gradient, not even NaN.
+        """
+
+        def layer(apply: Callable[[Array], Array], x: Array) -> Array:
+            y = apply(x)
+            if probe is not None:
+                y = self.watch(y, x, probe)
+            if keep is not None:
+                y = jnp.where(keep.reshape(-1, *[1] * (y.ndim - 1)), y, 0)
+            return y
+
+        x = nn.relu(_max_pool(layer(_Conv(20, self.convolve), x)))  # relu after the pool: at a quarter
+        x = nn.relu(_max_pool(layer(_Conv(50, self.convolve), x)))
         x = x.reshape(x.shape[0], -1)
-        x = nn.relu(_dense(500, x.shape[1])(x))
-        return nn.log_softmax(_dense(self.num_classes, 500)(x))
+        x = nn.relu(layer(_dense(500, x.shape[1]), x))
+        return nn.log_softmax(layer(_dense(self.num_classes, 500), x))
 
 
 class _Conv(nn.Module):
@@ -176,3 +214,43 @@ def _convolve_patches_backward(saved: tuple[Array, Array], g: Array) -> tuple[Ar
 
 
 _convolve_patches.defvjp(_convolve_patches_forward, _convolve_patches_backward)
+
+
+def _watcher(per_example: Callable[[Callable[..., Array], Array, Array], Array]) -> Callable[..., Array]:
+    """Makes (y, x, probe) -> y, for the outputs y and inputs x of a layer with a kernel and a bias.
+
+    Backwards, with the gradient g of y, it adds to the gradient of the probe [b] the squared norm of what
+    every example gives to the gradient of the layer's parameters. For a dense layer, where that is the outer
+    product of x and g, this is (||x||^2 + 1) ||g||^2. The probe is the same in all layers, so the layers add
+    up.
+
+    Args:
+      per_example: how a function of one example's x and g is applied to all of them.
+    """
+
+    def of_convolution(x: Array, g: Array) -> Array:
+        size = x.shape[0] - g.shape[0] + 1
+        patches = _patches(x[None], size)
+        by_position = g.reshape(-1, g.shape[-1])
+        kernel = by_position.T @ patches.reshape(-1, patches.shape[-1])
+        return jnp.sum(kernel**2) + jnp.sum(jnp.sum(by_position, axis=0) ** 2)
+
+    def backward(x: Array, g: Array) -> tuple[Array, Array, Array]:
+        if x.ndim == 2:
+            squares = (jnp.sum(x**2, axis=1) + 1) * jnp.sum(g**2, axis=1)
+        else:
+            squares = per_example(of_convolution, x, g)
+        return g, jnp.zeros_like(x), squares
+
+    @jax.custom_vjp
+    def watch(y: Array, x: Array, probe: Array) -> Array:
+        del x, probe
+        return y
+
+    watch.defvjp(lambda y, x, probe: (y, x), backward)
+    return watch
+
+
+_watch_at_once = _watcher(lambda function, x, g: jax.vmap(function)(x, g))
+# On a CPU small products one after the other are three times as fast as a batched one.
+_watch_one_by_one = _watcher(lambda function, x, g: lax.map(lambda pair: function(*pair), (x, g)))

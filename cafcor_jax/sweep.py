@@ -374,16 +374,16 @@ def run_all(
     programs = experiment.Programs()
     failed = failures(sweep_dir)
     for run in sweep.distinct():
-        if outcome(run).status == "done":
-            failed.pop(run.folder.name, None)
-            continue
         failed.pop(run.folder.name, None)
+        trace = Path(sweep_dir) / f"failure_{run.folder.name}.txt"
+        trace.unlink(missing_ok=True)
+        if outcome(run).status == "done":
+            continue
         try:
             experiment.run(run.config, progress=progress_of(run), programs=programs)
         except UserError as error:
             failed[run.folder.name] = str(error)
         except Exception as error:  # A bug or the machine: the other runs go on, and the trace is kept.
-            trace = Path(sweep_dir) / f"failure_{run.folder.name}.txt"
             _write(trace, traceback.format_exc())
             first = (str(error).strip() or "no message").splitlines()[0]
             failed[run.folder.name] = f"{type(error).__name__}: {first} (the whole trace: {trace.name})"

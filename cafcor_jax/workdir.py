@@ -5,6 +5,8 @@
     weights.npy    weight of every worker in the aggregate, float32 [rounds, n]; NaN for rules without weights
     checkpoints/   one folder a checkpoint, named by its round
     curves.png     accuracy, loss and epsilon over the rounds
+    filtering.png  who was filtered when, for rules with weights
+    tensorboard/   the metrics as TensorBoard event files, if wanted
     summary.json   the result; written last, so a folder that has it holds a finished run
 
 A run may be killed at any moment. Every file and every checkpoint is made under a temporary name and then

@@ -43,7 +43,7 @@ def main(cfg: config.Config) -> None:
     state = run.init()
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
-    clipped_gradient = clipping.BY_LEVEL[plan.level](run.model.loss, plan.clip_norm)
+    clipped_gradient = clipping.BY_LEVEL[plan.level](run.model.loss, plan.clip_norm, run.model.examples)
 
     def gradients(params, workers):
         return honest_gradients(

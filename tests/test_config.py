@@ -113,6 +113,7 @@ BAD = [
     ({"workdir": "runs/{sed}"}, ["workdir='runs/{sed}'", "{sed}"]),
     ({"eval_every": 0}, ["eval_every=0", "at least 1"]),
     ({"checkpoint_every": 0}, ["checkpoint_every=0", "at least 1"]),
+    ({"tensorboard": "yes"}, ["tensorboard='yes'", "one of off, on"]),
     ({"data_dir": 3}, ["data_dir=3", "text"]),
     ({"idx_dir": None}, ["idx_dir=None", "text"]),
     ({"rounds": 3.5}, ["rounds=3.5", "a whole number"]),
@@ -216,6 +217,7 @@ def test_differences_are_those_that_decide_results():
         data_dir="y",
         idx_dir="z",
         checkpoint_every=7,
+        tensorboard="on",
         epsilon=26.4,
     )
     assert config.differences(a, a) == {}
@@ -225,6 +227,7 @@ def test_differences_are_those_that_decide_results():
         "data_dir",
         "idx_dir",
         "checkpoint_every",
+        "tensorboard",
     }
 
 
@@ -258,6 +261,7 @@ def test_every_flag_reaches_its_field(name):
         "precision": "grid",
         "grid_bits": "12",
         "generator": "chacha20",
+        "tensorboard": "on",
     }
     text = others.get(name, "42")
     needed = {"sampling": {"privacy_level": "example"}, "grid_bits": {"precision": "grid"}}.get(name, {})

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import signal
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +14,13 @@ import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from cafcor_jax import aggregators, experiment, models, privacy
+from cafcor_jax import aggregators, experiment, privacy
 from cafcor_jax.config import Config
-from cafcor_jax.data import synthetic
 from cafcor_jax.errors import UserError
 from cafcor_jax.progress import Silent
 from cafcor_jax.workdir import Workdir, read_metrics
-
-DATASET = synthetic.generate(num_train=400, num_test=100)
-
-
-def tiny_model(*, mean=0.0, std=1.0, num_classes=10):
-    """A linear classifier of images averaged to 7 x 7."""
-
-    def init(key):
-        return {"kernel": 0.1 * jax.random.normal(key, (49, num_classes)), "bias": jnp.zeros(num_classes)}
-
-    def log_probs(params, images):
-        x = (images.reshape(-1, 7, 4, 7, 4).mean((2, 4)).reshape(-1, 49) / 255 - mean) / std
-        return jax.nn.log_softmax(x @ params["kernel"] + params["bias"])
-
-    return models.Model(init, log_probs)
+from tests import tiny
+from tests.test_tensorboard import scalars
 
 
 def configure(settings):
@@ -54,8 +41,7 @@ def compile_once(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(experiment.models, "cnn", tiny_model)
-    monkeypatch.setattr(experiment.data, "load", lambda *args, **kwargs: DATASET)
+    tiny.use(monkeypatch)
 
 
 def make(workdir, **changes):
@@ -116,16 +102,17 @@ def final_params(workdir, config):
 def uninterrupted(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment.models, "cnn", tiny_model)
-        patch.setattr(experiment.data, "load", lambda *args, **kwargs: DATASET)
+        tiny.use(patch)
         experiment.run(make(workdir))
     return workdir
 
 
 def test_a_run_leaves_everything_behind(uninterrupted):
     names = {path.name for path in uninterrupted.iterdir()} - {".cafcor.lock"}
-    assert names == {"config.json", "metrics.csv", "weights.npy", "summary.json", "curves.png", "checkpoints"}
-    assert (uninterrupted / "curves.png").read_bytes().startswith(b"\x89PNG")
+    files = {"config.json", "metrics.csv", "weights.npy", "summary.json", "curves.png", "filtering.png"}
+    assert names == files | {"checkpoints"}
+    for name in ("curves.png", "filtering.png"):
+        assert (uninterrupted / name).read_bytes().startswith(b"\x89PNG")
 
     metrics = read_metrics(uninterrupted / "metrics.csv")
     assert metrics["round"].tolist() == list(range(1, 8))
@@ -140,7 +127,7 @@ def test_a_run_leaves_everything_behind(uninterrupted):
     assert Config.from_dict(record["config"]) == make(uninterrupted)
     assert privacy.PrivacyPlan.from_dict(record["plan"]).sigma_ind > 0
     assert set(record["epsilon_by_accountant"]) == set(privacy.ACCOUNTANTS)
-    assert record["dataset"]["checksums"] == DATASET.checksums
+    assert record["dataset"]["checksums"] == tiny.DATASET.checksums
     assert {"python", "jax", "jaxlib", "numpy", "flax", "optax", "cafcor_jax", "commit", "device"} <= set(
         record["versions"]
     )
@@ -251,7 +238,7 @@ def test_a_step_beyond_the_budget_is_refused(tmp_path):
     plan = dataclasses.replace(built.plan, rounds=3, sigma_ind=10.0)
     config = make(tmp_path / "other")
     with Workdir(config.workdir, config) as folder, pytest.raises(UserError, match="beyond the 3 rounds"):
-        experiment._train(dataclasses.replace(built, plan=plan), folder, Silent())
+        experiment._train(dataclasses.replace(built, plan=plan), folder, Silent(), experiment.Programs())
 
 
 @pytest.mark.parametrize(
@@ -335,6 +322,65 @@ def test_the_attack_gets_its_factor(tmp_path, monkeypatch):
     experiment.build(make(tmp_path, attack_factor=0.4))
     experiment.build(make(tmp_path))
     assert factors == [0.4, 1.5]
+
+
+def test_an_attack_gets_what_it_asks_for(tmp_path, monkeypatch):
+    seen = []
+
+    def curious(aggregator, num_classes):
+        seen.append((aggregator, num_classes))
+        return experiment.attacks.none()
+
+    monkeypatch.setitem(experiment.attacks.BY_NAME, "alie", curious)
+    built = experiment.build(make(tmp_path))
+    assert seen == [(built.aggregator, 10)]
+
+
+@pytest.mark.parametrize(
+    "weights, num_honest, expected",
+    [
+        ([0.5, 0.5, 0.0], 2, 1.0),
+        ([0.0, 0.0, 1.0], 2, 0.0),
+        ([0.25] * 4, 3, 0.5),
+        ([0.1, 0.3, 0.2, 0.4], 2, 0.25),
+        ([0.5, 0.5], 2, math.nan),
+        ([math.nan, 0.5, 0.5], 2, math.nan),
+    ],
+)
+def test_separation_is_the_chance_to_tell_them_apart(weights, num_honest, expected):
+    found = experiment.separation(np.array(weights), num_honest)
+    np.testing.assert_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_events_are_the_metrics_also_of_a_run_that_was_stopped(tmp_path):
+    pytest.importorskip("tensorboardX")
+    config = make(tmp_path / "run", tensorboard="on", checkpoint_every=2)
+    with pytest.raises(Crash):
+        experiment.run(config, progress=Stopper(3, crash))
+    summary = experiment.run(config)
+    again = make(tmp_path / "later")
+    assert experiment.run(again).params_sha256 == summary.params_sha256
+    experiment.run(dataclasses.replace(again, tensorboard="on"))  # asked for when the run is done
+    for folder in (config.workdir, again.workdir):
+        metrics = read_metrics(f"{folder}/metrics.csv")
+        written = scalars(Path(folder) / "tensorboard")
+        losses = [written["train/loss", round] for round in range(1, config.rounds + 1)]
+        np.testing.assert_allclose(losses, metrics["loss"], rtol=1e-6)
+        evaluated = np.flatnonzero(np.isfinite(metrics["test_accuracy"])) + 1
+        assert sorted(step for tag, step in written if tag == "test/accuracy") == evaluated.tolist()
+
+
+def test_compiled_code_serves_another_seed_and_nothing_else(tmp_path):
+    programs = experiment.Programs()
+    alone = experiment.run(make(tmp_path / "a", seed=2))
+    experiment.run(make(tmp_path / "b", seed=1), programs=programs)
+    assert len(programs._kept) == 1
+    shared = experiment.run(make(tmp_path / "c", seed=2), programs=programs)
+    assert len(programs._kept) == 1
+    assert shared.params_sha256 == alone.params_sha256
+    experiment.run(make(tmp_path / "d", seed=2, learning_rate=0.01), programs=programs)
+    assert len(programs._kept) == 2
 
 
 @pytest.mark.parametrize(

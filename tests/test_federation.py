@@ -92,6 +92,28 @@ def unflatten(flat):
     return {"b": jnp.asarray(flat[:3], jnp.float32), "w": jnp.asarray(flat[3:], jnp.float32).reshape(8, 3)}
 
 
+def test_label_flip_sends_the_mean_raw_gradient_of_flipped_labels(params, data):
+    """Under the mean, and with honest messages that are 0 (round 0), the aggregate is f/n of that."""
+    attack = attacks.label_flip(num_classes=3)
+    fed = make(plan(), attack=attack, aggregator=aggregators.mean(), optimizer=optax.sgd(RATE))
+    state, _ = jax.jit(fed.step)(jax.random.key(7), fed.init(params), data)
+    flipped = jax.vmap(jax.grad(loss_fn), (None, 0, 0))(params, data.images, 2 - data.labels)
+    for name in params:
+        expected = params[name] - RATE * F / N * flipped[name].mean(0)
+        np.testing.assert_allclose(state.params[name], expected, rtol=1e-5, atol=1e-7)
+    # It would not hold with labels as they are, nor with clipped gradients.
+    straight = jax.vmap(jax.grad(loss_fn), (None, 0, 0))(params, data.images, data.labels)
+    assert not np.allclose(straight["w"].mean(0), flipped["w"].mean(0), rtol=1e-2)
+    norms = jax.vmap(optax.global_norm)(flipped)
+    assert (norms > CLIP).any()
+
+
+@pytest.mark.parametrize("num_classes", [1, 0, -3, True, 2.5])
+def test_label_flip_needs_classes(num_classes):
+    with pytest.raises(ValueError, match=f"num_classes is {num_classes}; it must be a whole number"):
+        attacks.label_flip(num_classes)
+
+
 @pytest.mark.slow
 def test_rounds_are_algorithm_one(params, data):
     """Three rounds against Algorithm 1 written out in NumPy, noise included."""

@@ -1,9 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from cafcor_jax import models
+from cafcor_jax import clipping, models
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +89,60 @@ def test_evaluation_does_not_depend_on_the_batches(params, count):
 def test_unknown_convolution_is_named():
     with pytest.raises(ValueError, match="'fft'.*patches, lax"):
         models.cnn(convolution="fft")
+
+
+@pytest.mark.parametrize("convolution", models.CONVOLUTIONS)
+def test_squared_norms_are_those_of_the_examples_gradients(params, batch, convolution):
+    model = models.cnn(convolution=convolution, mean=0.3, std=0.5)
+    one = jax.grad(lambda p, x, y: model.loss(p, x[None], y[None]))
+    each = jax.jit(jax.vmap(one, (None, 0, 0)))(params, *batch)
+    squares = sum(
+        np.sum(np.square(leaf, dtype=np.float64).reshape(6, -1), 1) for leaf in jax.tree.leaves(each)
+    )
+    found = jax.jit(model.examples.squared_norms)(params, *batch)
+    np.testing.assert_allclose(found, squares, rtol=2e-5)
+    # Each layer counts: without the smallest part the sums would be off by more than that.
+    parts = [np.sum(np.square(leaf).reshape(6, -1), 1) / squares for leaf in jax.tree.leaves(each)]
+    assert min(part.max() for part in parts) > 1e-4
+
+
+@pytest.mark.parametrize("convolution", models.CONVOLUTIONS)
+@pytest.mark.parametrize("clip_norm", [0.5, 2.0, 1e6])
+def test_examples_are_clipped_as_one_by_one(params, batch, convolution, clip_norm):
+    model = models.cnn(convolution=convolution)
+    slow = jax.jit(clipping.example_level(model.loss, clip_norm), static_argnums=4)
+    fast = jax.jit(clipping.example_level(model.loss, clip_norm, model.examples), static_argnums=4)
+    present = jnp.array([True, False, True, True, False, True])
+    for options in ((), (present, 5)):
+        expected, found = slow(params, *batch, *options), fast(params, *batch, *options)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), expected, found)
+
+
+def test_an_example_that_overflows_gives_nothing(params, batch):
+    """A white image overflows, a black one does not: the others' sum must stay as it is, to the digit."""
+    model = models.cnn()
+    huge = jax.tree.map(lambda leaf: 1e15 * leaf if leaf.ndim > 1 else 0 * leaf, params)
+    black, white = jnp.zeros((1, 28, 28, 1), jnp.uint8), jnp.full((1, 28, 28, 1), 255, jnp.uint8)
+    images, labels = jnp.concatenate([black, white, black]), jnp.array([1, 2, 3])
+    norms = model.examples.squared_norms(huge, images, labels)
+    assert np.isfinite(norms).tolist() == [True, False, True]
+    gradient = jax.jit(clipping.example_level(model.loss, 0.5, model.examples))
+    found = gradient(huge, images, labels).gradient
+    others = gradient(huge, images[::2], labels[::2]).gradient
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(3 * a, 2 * b, rtol=1e-6), found, others)
+    assert optax.global_norm(found) > 0
+    spoilt = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
+    assert optax.global_norm(gradient(spoilt, images, labels).gradient) == 0
+
+
+def test_clipped_examples_stay_in_the_ball(params):
+    """In float64, from the gradient of one example alone, over many examples."""
+    model = models.cnn()
+    rng = np.random.default_rng(3)
+    images = rng.integers(0, 256, (40, 28, 28, 1), dtype=np.uint8)
+    labels = rng.integers(0, 10, 40).astype(np.int32)
+    gradient = jax.jit(clipping.example_level(model.loss, 0.7, model.examples))
+    for image, label in zip(images, labels, strict=True):
+        leaves = jax.tree.leaves(gradient(params, image[None], label[None]).gradient)
+        norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in leaves))
+        assert 0.7 * (1 - 3e-5) <= norm <= 0.7

@@ -1,0 +1,301 @@
+"""Sweeps: which runs belong to one, what is run again, and what stays when something goes wrong."""
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from cafcor_jax import experiment, sweep
+from cafcor_jax.config import Config
+from cafcor_jax.errors import UserError
+from cafcor_jax.progress import Silent
+from tests import tiny
+
+BASE = {
+    "dataset": "synthetic",
+    "num_workers": 6,
+    "num_byzantine": 1,
+    "batch_size": 10,
+    "rounds": 3,
+    "epsilon": 500.0,
+    "attack": "sign_flip",
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    tiny.use(monkeypatch)
+
+
+def make(tmp_path, panels=None, curves=None, base=None, **axes):
+    return sweep.plan(
+        name="test",
+        command="python scripts/sweep.py",
+        pool=tmp_path / "pool",
+        base=BASE | (base or {}),
+        panels=panels or {},
+        curves=curves or {},
+        axes=axes,
+    )
+
+
+def run_all(found, folder):
+    """Runs a sweep; returns the folders of the runs that were run, and the failures."""
+    ended = []
+    sweep.save(found, folder)
+    failed = sweep.run_all(
+        found,
+        folder,
+        progress_of=lambda run: Silent(),
+        finished=lambda run, outcome: ended.append((run.folder.name, outcome.status)),
+    )
+    return ended, failed
+
+
+def table(folder):
+    with open(folder / "results.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_product_of_panels_curves_and_axes(tmp_path):
+    found = make(
+        tmp_path,
+        panels={"one": {"num_byzantine": 1}, "two": {"num_byzantine": 2}},
+        curves={"DSGD": {"aggregator": "mean", "num_byzantine": 0, "attack": "none"}, "CAF": {}},
+        attack=["alie", "foe"],
+        seed=[1, 2],
+    )
+    assert len(found.runs) == 2 * 2 * 2 * 2
+    assert found.panels == ("one", "two") and found.curves == ("DSGD", "CAF")
+    assert found.varied == ("num_byzantine", "attack", "aggregator", "seed")
+    # The seed varies slowest.
+    assert [run.config.seed for run in found.runs] == [1] * 8 + [2] * 8
+    # The curve wins over panel and axis: the baseline is the same run in both panels and for both attacks.
+    baselines = [run for run in found.runs if run.curve == "DSGD"]
+    assert {run.config.attack for run in baselines} == {"none"}
+    assert len({run.folder for run in baselines}) == 2
+    assert len(found.distinct()) == 2 + 8
+    assert [run.folder for run in found.distinct()] == list(dict.fromkeys(run.folder for run in found.runs))
+    # The axis wins over the panel.
+    over = make(tmp_path, panels={"one": {"attack": "zero"}}, attack=["alie"])
+    assert [run.config.attack for run in over.runs] == ["alie"]
+
+
+def test_folders_are_named_by_what_decides_results():
+    a = Config(seed=3)
+    assert sweep.folder_name(a) == sweep.folder_name(Config(seed=3, workdir="elsewhere", checkpoint_every=7))
+    others = [
+        {"seed": 3},
+        {"seed": 4},
+        {"rounds": 7},
+        {"alpha": 0.1},
+        {"noise_mode": "projected"},
+        {"eval_every": 2},
+    ]
+    names = {sweep.folder_name(Config(**settings)) for settings in others}
+    assert len(names) == 6
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("aggregator", "'aggregator' is not an axis"),
+        ("=1,2", "'=1,2' is not an axis"),
+        ("seed=", "'seed=' has no values, so there is nothing to run"),
+        ("seed=,", "has no values"),
+        ("agregator=caf", "'agregator' is not a setting: did you mean aggregator?"),
+        ("seed=1,x", "seed='x' must be a whole number."),
+        ("aggregator=caf,kaf", "aggregator='kaf' is not known: choose one of mean, caf"),
+        ("seed=1,2,1", "has a value twice"),
+        ("workdir=a,b", "varies workdir, which changes no result"),
+    ],
+)
+def test_a_wrong_axis_is_refused(text, sentence):
+    with pytest.raises(UserError, match="^[^\n]*$") as error:
+        sweep.parse_axis(text)
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("dataset=mnist", "is not a panel: write"),
+        ("label:", "is not a panel: write"),
+        (": seed=1", "is not a panel: write"),
+        ("label: mnist", "'mnist' is not name=value"),
+        ("label: sed=1", "'sed' is not a setting: did you mean seed?"),
+        ("label: data_dir=x", "changes no result"),
+    ],
+)
+def test_a_wrong_panel_is_refused(text, sentence):
+    with pytest.raises(UserError, match="^[^\n]*$") as error:
+        sweep.parse_variant(text, "panel")
+    assert sentence in str(error.value)
+
+
+def test_an_empty_sweep_is_refused(tmp_path):
+    with pytest.raises(UserError, match="Nothing varies in this sweep"):
+        make(tmp_path)
+
+
+def test_a_combination_that_is_not_allowed_is_named_before_anything_runs(tmp_path):
+    with pytest.raises(UserError, match=r"cannot run \[big, num_byzantine=3\]: num_byzantine=3 is too many"):
+        make(tmp_path, panels={"big": {"rounds": 4}}, num_byzantine=[1, 3])
+
+
+def test_a_sweep_is_run_once_and_grows(tmp_path):
+    folder = tmp_path / "sweep"
+    ended, failed = run_all(make(tmp_path, aggregator=["caf", "median"], seed=[1]), folder)
+    assert [status for _, status in ended] == ["done", "done"] and not failed
+    again, _ = run_all(make(tmp_path, aggregator=["caf", "median"], seed=[1]), folder)
+    assert again == []
+    grown = make(tmp_path, aggregator=["caf", "median"], seed=[1, 2])
+    more, _ = run_all(grown, folder)
+    assert len(more) == 2 and not set(more) & set(ended)
+
+    rows = table(folder)
+    assert [row["status"] for row in rows] == ["done"] * 4
+    assert [(row["aggregator"], row["seed"]) for row in rows] == [
+        ("caf", "1"), ("median", "1"), ("caf", "2"), ("median", "2")]  # fmt: skip
+    for row, run in zip(rows, grown.runs, strict=True):
+        summary = json.loads((run.folder / "summary.json").read_text())
+        assert float(row["final_accuracy"]) == summary["final_accuracy"]
+        assert row["params_sha256"] == summary["params_sha256"]
+    # A run of a sweep is the run that the same settings are alone.
+    alone = experiment.run(
+        Config(**BASE | {"aggregator": "caf", "seed": 2, "workdir": str(tmp_path / "alone")})
+    )
+    assert alone.params_sha256 == rows[2]["params_sha256"]
+    assert sweep.load(folder) == grown
+
+
+def test_a_killed_sweep_goes_on(tmp_path):
+    found, folder = make(tmp_path, seed=[1, 2, 3]), tmp_path / "sweep"
+    sweep.save(found, folder)
+
+    class Killed(Silent):
+        def update(self, round, **values):
+            if round == 2:
+                raise KeyboardInterrupt
+
+    def progress_of(run):
+        return Killed() if run.config.seed == 2 else Silent()
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run_all(found, folder, progress_of=progress_of, finished=lambda *_: None)
+    assert [sweep.outcome(run).status for run in found.runs] == ["done", "unfinished", "missing"]
+    ended, failed = run_all(found, folder)
+    assert [name for name, _ in ended] == [run.folder.name for run in found.runs[1:]] and not failed
+
+
+def test_a_failed_run_does_not_stop_the_rest(tmp_path, monkeypatch):
+    found, folder = make(tmp_path, seed=[1, 2, 3, 4]), tmp_path / "sweep"
+    real = experiment.build
+
+    def build(config, **options):
+        if config.seed == 1:
+            raise UserError("the first is wrong.")
+        if config.seed == 3:
+            raise RuntimeError("out of memory\nand more")
+        return real(config, **options)
+
+    monkeypatch.setattr(experiment, "build", build)
+    ended, failed = run_all(found, folder)
+    assert [status for _, status in ended] == ["failed", "done", "failed", "done"]
+    first, third = found.runs[0].folder.name, found.runs[2].folder.name
+    assert failed[first] == "the first is wrong."
+    trace = f"failure_{third}.txt"
+    assert failed[third] == f"RuntimeError: out of memory (the whole trace: {trace})"
+    assert "Traceback" in (folder / trace).read_text()
+    assert [row["status"] for row in table(folder)] == ["failed", "done", "failed", "done"]
+    assert table(folder)[0]["error"] == "the first is wrong."
+
+    # They are tried again, and forgotten when they are done.
+    monkeypatch.setattr(experiment, "build", real)
+    ended, failed = run_all(found, folder)
+    assert [status for _, status in ended] == ["done", "done"] and not failed
+    assert [row["status"] for row in table(folder)] == ["done"] * 4
+    assert not (folder / trace).exists()
+
+
+def test_damaged_runs_are_failures_with_a_sentence(tmp_path):
+    found, folder = make(tmp_path, seed=[1, 2, 3]), tmp_path / "sweep"
+    run_all(found, folder)
+    (found.runs[0].folder / "summary.json").write_text("{")
+    (found.runs[1].folder / "config.json").write_text('{"config": {"sed": 1}}')
+    for run in found.runs[:2]:
+        status, summary, error = sweep.outcome(run)
+        assert status == "failed" and summary is None and "delete it to run it again" in error
+    ended, failed = run_all(found, folder)
+    assert set(failed) == {run.folder.name for run in found.runs[:2]}
+    assert sweep.outcome(found.runs[2]).status == "done"
+
+
+def test_a_folder_that_holds_another_run_is_no_result(tmp_path):
+    found, folder = make(tmp_path, seed=[1, 2]), tmp_path / "sweep"
+    run_all(found, folder)
+    one, two = (run.folder for run in found.runs)
+    os.rename(one, tmp_path / "kept")
+    os.rename(two, one)
+    assert sweep.outcome(found.runs[0]).status == "failed"
+    assert "another seed" in sweep.outcome(found.runs[0]).error
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", '{"name": 1', '{"pool": "x", "runs": [{}]}', '{"pool": 3}']
+)
+def test_a_damaged_sweep_is_refused(tmp_path, content):
+    (tmp_path / "sweep.json").write_text(content)
+    with pytest.raises(UserError, match=r"sweep\.json is damaged"):
+        sweep.load(tmp_path)
+
+
+def test_foreign_folders_are_refused(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        sweep.load(tmp_path / "nowhere")
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(UserError, match="holds no sweep"):
+        sweep.load(tmp_path)
+    with pytest.raises(UserError, match="holds other files and no sweep"):
+        sweep.save(make(tmp_path, seed=[1]), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_a_moved_sweep_finds_its_pool(tmp_path):
+    before = tmp_path / "before"
+    before.mkdir()
+    found = make(before, seed=[1])
+    run_all(found, before / "sweep")
+    before.rename(tmp_path / "after")
+    loaded = sweep.load(tmp_path / "after" / "sweep")
+    assert [sweep.outcome(run).status for run in loaded.runs] == ["done"]
+
+
+def test_the_estimate_grows_with_the_work_and_learns(tmp_path):
+    base = Config()
+    seconds = sweep.estimated_seconds
+    assert seconds(Config(rounds=60)) == pytest.approx(2 * seconds(base))
+    assert seconds(Config(noise_mode="projected")) < seconds(base) / 2
+    assert seconds(Config(attack="label_flip")) > seconds(base)
+    found, folder = make(tmp_path, seed=[1, 2]), tmp_path / "sweep"
+    before, factor = sweep.estimate(found)
+    assert factor == 1 and before > 0
+    run_all(make(tmp_path, seed=[1]), folder)
+    took = json.loads((found.runs[0].folder / "summary.json").read_text())["seconds"]
+    after, factor = sweep.estimate(found)
+    assert factor == pytest.approx(took / seconds(found.runs[0].config))
+    run_all(found, folder)
+    assert sweep.estimate(found)[0] == 0
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[1] / "configs" / "sweeps").glob("*.cfg")))
+def test_every_sweep_file_can_be_run(file, capsys, monkeypatch, tmp_path):
+    from scripts import sweep as script
+
+    monkeypatch.chdir(tmp_path)
+    assert script.main(["scripts/sweep.py", f"--flagfile={file}", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"sweep {file.stem}: ")
+    assert not any(tmp_path.iterdir())
