@@ -174,6 +174,15 @@ class Config:
         "Privacy budget of the whole run, with --delta. Not used by threat model 'none'.",
         group="Privacy",
     )
+    noise_multiplier: float | None = _field(
+        None,
+        "Noise instead of a budget, under 'ldp' and 'cdp': this many times C (at the example level "
+        "C / batch_size) in one worker's message, or under 'cdp' in the sum of all. Epsilon is then counted, "
+        "and --epsilon not used.",
+        group="Privacy",
+        check=_POSITIVE,
+        unset="by the budget",
+    )
     delta: float = _field(
         1e-4,
         "The delta of the privacy budget.",
@@ -345,6 +354,11 @@ class Config:
             raise UserError(
                 f"num_colluding={self.num_colluding} contradicts threat_model={self.threat_model!r}: "
                 "colluding workers are the threat model 'byzldp', so 0 or unset."
+            )
+        if self.noise_multiplier is not None and self.threat_model not in ("ldp", "cdp"):
+            raise UserError(
+                f"noise_multiplier={self.noise_multiplier:g} has no meaning for "
+                f"threat_model={self.threat_model!r}: it belongs to ldp and cdp."
             )
         if self.grid_bits is not None and self.precision != "grid":
             raise UserError(

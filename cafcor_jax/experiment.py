@@ -417,7 +417,10 @@ def _user_errors() -> Iterator[None]:
 
 
 def _plan(config: Config, smallest: int) -> privacy.PrivacyPlan:
-    return planner.calibrate(planner.Setting(config, smallest, planner.secret_graph(config)))
+    setting = planner.Setting(config, smallest, planner.secret_graph(config))
+    if config.noise_multiplier is not None:
+        return planner.from_multiplier(setting)
+    return planner.calibrate(setting)
 
 
 def grid_bits(config: Config, plan: privacy.PrivacyPlan) -> int | None:
@@ -606,6 +609,8 @@ def _attack(config: Config, aggregator: Aggregator, num_classes: int) -> Attack:
     known: dict[str, Any] = {"aggregator": aggregator, "num_classes": num_classes}
     if config.attack_factor is not None:
         known["factor"] = config.attack_factor
+    if config.aggregator in ("smea", "mda"):
+        known["search"] = attacks.adaptive.DIRECT  # Of all subsets of workers: each trial takes long.
     return make(**{name: value for name, value in known.items() if name in wanted})
 
 

@@ -77,6 +77,11 @@ def setting(config: Config, samples_per_worker: int | None = None) -> Setting:
         raise UserError(
             f"threat_model='none' has no budget to plan for: choose one of {', '.join(THREAT_MODELS)}."
         )
+    if config.noise_multiplier is not None:
+        raise UserError(
+            f"noise_multiplier={config.noise_multiplier:g} sets the noise, so there is no budget to plan "
+            "for: leave it unset."
+        )
     if config.privacy_level != "example":
         if samples_per_worker is not None:
             raise UserError(
@@ -135,6 +140,43 @@ def calibrate(of: Setting, **changes: Any) -> privacy.PrivacyPlan:
         "graph": of.graph if model in CORRELATED else None,
     }
     return _calibrate(tuple((arguments | changes).items()))
+
+
+def from_multiplier(of: Setting) -> privacy.PrivacyPlan:
+    """The plan of a run whose noise is given, under "ldp" and "cdp": no budget, and epsilon is counted.
+
+    Args:
+      of: The settings, with a `noise_multiplier` z: sigma_ind = z C under "ldp" and z C / sqrt(n) under
+        "cdp", where at the example level C / batch_size stands for C.
+
+    Returns:
+      The plan.
+
+    Example:
+      >>> config = Config(threat_model="cdp", noise_multiplier=2.0, clip_norm=5.0)
+      >>> from_multiplier(Setting(config, None, None)).sigma_ind
+      1.0
+    """
+    config, multiplier = of.config, of.config.noise_multiplier
+    if multiplier is None or config.threat_model not in ("ldp", "cdp"):
+        raise ValueError(f"noise_multiplier is {multiplier!r} under {config.threat_model!r}.")
+    example = config.privacy_level == "example"
+    sigma = multiplier * config.clip_norm / (config.batch_size if example else 1)
+    return privacy.PrivacyPlan(
+        threat_model=config.threat_model,
+        level=config.privacy_level,
+        num_workers=config.num_workers,
+        num_byzantine=config.num_byzantine,
+        rounds=config.rounds,
+        clip_norm=config.clip_norm,
+        delta=config.delta,
+        sigma_ind=sigma / (math.sqrt(config.num_workers) if config.threat_model == "cdp" else 1),
+        sigma_cor=0.0,
+        accountant=config.accountant,
+        batch_size=config.batch_size,
+        samples_per_worker=of.samples_per_worker,
+        sampling=config.sampling if example else "none",
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -113,6 +113,8 @@ BAD = [
     ({"workdir": "runs/{sed}"}, ["workdir='runs/{sed}'", "{sed}"]),
     ({"eval_every": 0}, ["eval_every=0", "at least 1"]),
     ({"checkpoint_every": 0}, ["checkpoint_every=0", "at least 1"]),
+    ({"noise_multiplier": 0.0}, ["noise_multiplier=0", "greater than 0"]),
+    ({"noise_multiplier": 1.0}, ["noise_multiplier=1", "'byzldp'", "belongs to ldp and cdp"]),
     ({"tensorboard": "yes"}, ["tensorboard='yes'", "one of off, on"]),
     ({"data_dir": 3}, ["data_dir=3", "text"]),
     ({"idx_dir": None}, ["idx_dir=None", "text"]),
@@ -262,9 +264,14 @@ def test_every_flag_reaches_its_field(name):
         "grid_bits": "12",
         "generator": "chacha20",
         "tensorboard": "on",
+        "noise_multiplier": "0.5",
     }
     text = others.get(name, "42")
-    needed = {"sampling": {"privacy_level": "example"}, "grid_bits": {"precision": "grid"}}.get(name, {})
+    needed = {
+        "sampling": {"privacy_level": "example"},
+        "grid_bits": {"precision": "grid"},
+        "noise_multiplier": {"threat_model": "cdp"},
+    }.get(name, {})
     cfg = parse(f"--{name}={text}", *(f"--{other}={value}" for other, value in needed.items()))
     assert getattr(cfg, name) == config._kind(FIELDS[name])(text) != getattr(Config(), name)
     assert set(config.differences(cfg, Config())) <= {name, *needed}

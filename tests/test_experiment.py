@@ -352,6 +352,27 @@ def test_separation_is_the_chance_to_tell_them_apart(weights, num_honest, expect
     np.testing.assert_equal(found, expected)
 
 
+def test_the_noise_can_be_given_and_epsilon_counted(tmp_path):
+    """The paper's Figure 2: a noise multiplier of 0.5 in the sum of all workers' messages."""
+    config = make(
+        tmp_path,
+        threat_model="cdp",
+        privacy_level="example",
+        sampling="poisson",
+        clip_norm=5.0,
+        noise_multiplier=0.5,
+    )
+    plan = experiment.build(config).plan
+    assert plan.sigma_ind == pytest.approx(0.5 * 5 / config.batch_size / math.sqrt(config.num_workers))
+    assert plan.sigma_cor == 0 and math.isinf(plan.epsilon)
+    calibrated = experiment.build(
+        dataclasses.replace(config, noise_multiplier=None, epsilon=privacy.epsilon(plan))
+    )
+    assert calibrated.plan.sigma_ind == pytest.approx(plan.sigma_ind, rel=1e-4)
+    summary = experiment.run(config)
+    assert summary.epsilon == pytest.approx(privacy.epsilon(plan)) and math.isfinite(summary.epsilon)
+
+
 @pytest.mark.slow
 def test_events_are_the_metrics_also_of_a_run_that_was_stopped(tmp_path):
     pytest.importorskip("tensorboardX")

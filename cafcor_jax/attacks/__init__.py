@@ -1,7 +1,11 @@
-"""What malicious workers send. `BY_NAME[name]()` is an attack: (key, honest, num_byzantine) -> updates."""
+"""What malicious workers send. `BY_NAME[name]()` is an attack: (key, honest, num_byzantine) -> updates.
+
+An adaptive attack is made with the server's rule: `BY_NAME["alie_adaptive"](aggregator=rule)`.
+"""
 
 from collections.abc import Callable
 
+from cafcor_jax.attacks.adaptive import alie_adaptive, best_alie_factor, best_foe_factor, foe_adaptive
 from cafcor_jax.attacks.labels import LabelAttack, label_flip
 from cafcor_jax.attacks.vectors import (
     alie,
@@ -32,14 +36,20 @@ BY_NAME: dict[str, Callable[..., Attack]] = {
     "zero": zero,
     "min_max": min_max,
     "min_sum": min_sum,
+    "alie_adaptive": alie_adaptive,
+    "foe_adaptive": foe_adaptive,
 }
 
 __all__ = [
     "BY_NAME",
     "LabelAttack",
     "alie",
+    "alie_adaptive",
     "alie_z_max",
+    "best_alie_factor",
+    "best_foe_factor",
     "foe",
+    "foe_adaptive",
     "gaussian",
     "inf",
     "label_flip",

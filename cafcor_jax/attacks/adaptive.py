@@ -1,0 +1,440 @@
+"""Attacks that know the server's rule: the strength that moves its aggregate farthest from the honest mean.
+
+All malicious workers send the same message z(tau), and tau >= 0 is searched to maximise
+
+    D(tau) = || aggregate(x_1, ..., x_h, z(tau), ..., z(tau)) - mean ||,
+
+with the honest messages x_1, ..., x_h and their mean. The aggregate is that of the very rule the server uses,
+its pre-aggregation included.
+
+For a linear rule D is computed in Gram space. With y_i = x_i - mean and z(tau) = mean + s p, every inner
+product that the rule asks for is one of y_1, ..., y_h, p and the mean, times powers of s; so is the distance
+of the weighted sum. The messages are read once, for all tau together. Any other rule is called for every tau.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cafcor_jax.aggregators.linear import LinearRule, check_tolerance, gram_about_origin, only_validity
+from cafcor_jax.attacks.vectors import _shifted, _widened, honest_mean, honest_std, repeat
+from cafcor_jax.columns import num_workers
+from cafcor_jax.float64 import argmax, batched_in_float64, dot
+from cafcor_jax.gram import gram
+from cafcor_jax.types import Aggregate, Aggregator, Array, Attack, Updates
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LineSearch:
+    """Where tau is searched: on a logarithmic grid first, whose most promising intervals are then halved.
+
+    The grid is in units of max(1, max_i ||y_i|| / ||p||), so that it reaches beyond the honest messages also
+    where p is tiny beside them. A zoom halves the two intervals around each of the highest peaks, and some
+    others: those in which D would get highest, were it to grow in proportion to tau from the higher of the
+    two ends. Every D that was computed counts in the end.
+
+    A filter that sees the attack makes D jump down, and what is found is then below the jump by a last
+    interval at most. It should not be much narrower than a thousandth of tau: closer to the jump the rounding
+    of the message decides on which side of it the server is.
+
+    Attributes:
+      smallest: the grid's first point, above 0. (0 itself is always tried, and so are the fixed attacks'.)
+      largest: the grid's last point: the answer where D grows without bound, as for the mean.
+      per_decade: points of the grid for a factor of 10.
+      zooms: how often.
+      peaks: around how many peaks a zoom halves both intervals.
+      others: how many other intervals it halves.
+    """
+
+    smallest: float = 1e-3
+    largest: float = 1e2
+    per_decade: int = 25
+    zooms: int = 6
+    peaks: int = 3
+    others: int = 6
+
+    def __post_init__(self) -> None:
+        if not 0 < self.smallest < self.largest <= 1e6:
+            raise ValueError(
+                f"smallest is {self.smallest!r} and largest is {self.largest!r}; it must be that "
+                "0 < smallest < largest <= 1e6."
+            )
+        for name, least in (("per_decade", 1), ("zooms", 0), ("peaks", 1), ("others", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+
+    def grid(self) -> np.ndarray:
+        """The first points, ascending."""
+        count = 1 + math.ceil(self.per_decade * math.log10(self.largest / self.smallest))
+        return np.geomspace(self.smallest, self.largest, count)
+
+
+#: For linear rules: an evaluation knows nothing of the dimension.
+IN_GRAM_SPACE = LineSearch()
+#: For all other rules, and linear ones that are slow themselves: an evaluation is an aggregation.
+DIRECT = LineSearch(smallest=1e-2, per_decade=4, zooms=6, peaks=2, others=2)
+
+
+class Chosen(NamedTuple):
+    """What a search found."""
+
+    factor: Array
+    """tau."""
+    distance: Array
+    """D(tau); NaN if no D was finite, and tau is then that of the fixed attack."""
+
+
+class _Family(NamedTuple):
+    """The messages start + tau * p = mean + (offset + tau) * p."""
+
+    direction: Callable[[Updates, Aggregate], Aggregate]
+    start: Callable[[Aggregate], Aggregate]
+    offset: float
+    fixed: tuple[float, ...]  # factors of the attacks that do not search, the usual one last
+
+
+_ALIE = _Family(honest_std, lambda mean: mean, offset=0.0, fixed=(1.5,))
+_FOE = _Family(
+    lambda honest, mean: jax.tree.map(jnp.negative, mean),
+    lambda mean: jax.tree.map(jnp.zeros_like, mean),
+    offset=1.0,
+    fixed=(1.0, 2.0),
+)
+
+
+def alie_adaptive(aggregator: Aggregator | None = None, *, search: LineSearch | None = None) -> Attack:
+    """ALIE with the best factor against a rule: mean + tau * std, tau from a line search.
+
+    tau = argmax D(tau), the smallest if there are several. 1.5, the factor of `alie`, is among those tried:
+    in D the attack is never weaker. Against the plain mean D grows without bound, and the largest tau of the
+    search is taken.
+
+    Args:
+      aggregator: the rule of the server, with its pre-aggregation.
+      search: where tau is searched; None for `IN_GRAM_SPACE` if the rule is linear and `DIRECT` otherwise.
+
+    Returns:
+      An attack; it does not use its key.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from cafcor_jax.aggregators import median
+      >>> honest = jnp.array([[0.0], [1.0], [2.0], [3.0]])
+      >>> attack = alie_adaptive(median(num_byzantine=1))
+      >>> bool(attack(jax.random.key(0), honest, 1)[0, 0] >= 2)
+      True
+
+    References:
+      Baruch et al., A Little Is Enough: Circumventing Defenses for Distributed Learning, NeurIPS 2019.
+      Allouah et al., Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity, AISTATS 2023.
+    """
+    return _adaptive(_ALIE, aggregator, search)
+
+
+def foe_adaptive(aggregator: Aggregator | None = None, *, search: LineSearch | None = None) -> Attack:
+    """Fall of Empires with the best factor against a rule: -tau * mean, tau from a line search.
+
+    tau = argmax D(tau), the smallest if there are several. 1 and 2, the factors of `sign_flip` and `foe`, are
+    among those tried: in D the attack is never weaker. Against the plain mean D grows without bound, and the
+    largest tau of the search is taken.
+
+    Args:
+      aggregator: the rule of the server, with its pre-aggregation.
+      search: where tau is searched; None for `IN_GRAM_SPACE` if the rule is linear and `DIRECT` otherwise.
+
+    Returns:
+      An attack; it does not use its key.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from cafcor_jax.aggregators import mean
+      >>> foe_adaptive(mean())(jax.random.key(0), jnp.array([[1.0], [1.0], [1.0]]), 1).tolist()
+      [[-100.0]]
+
+    References:
+      Xie et al., Fall of Empires: Breaking Byzantine-tolerant SGD by Inner Product Manipulation, UAI 2019.
+      Allouah et al., Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity, AISTATS 2023.
+    """
+    return _adaptive(_FOE, aggregator, search)
+
+
+def best_alie_factor(
+    aggregator: Aggregator | None, honest: Updates, num_byzantine: int, *, search: LineSearch | None = None
+) -> Chosen:
+    """The factor that `alie_adaptive` takes, and the distance it gains.
+
+    Args:
+      aggregator: the rule of the server, with its pre-aggregation.
+      honest: leaves [h, ...].
+      num_byzantine: f.
+      search: as for `alie_adaptive`.
+
+    Returns:
+      tau and D(tau).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from cafcor_jax.aggregators import median
+      >>> honest = jnp.array([[0.0], [1.0], [2.0], [3.0]])
+      >>> print(best_alie_factor(median(num_byzantine=1), honest, 1).distance)
+      0.5
+    """
+    return _best(_ALIE, _checked(aggregator), honest, num_byzantine, search)[0]
+
+
+def best_foe_factor(
+    aggregator: Aggregator | None, honest: Updates, num_byzantine: int, *, search: LineSearch | None = None
+) -> Chosen:
+    """The factor that `foe_adaptive` takes, and the distance it gains.
+
+    Args:
+      aggregator: the rule of the server, with its pre-aggregation.
+      honest: leaves [h, ...].
+      num_byzantine: f.
+      search: as for `foe_adaptive`.
+
+    Returns:
+      tau and D(tau).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from cafcor_jax.aggregators import mean
+      >>> found = best_foe_factor(mean(), jnp.array([[1.0], [1.0], [1.0]]), 1)
+      >>> print(found.factor, found.distance)
+      100.0 25.25
+    """
+    return _best(_FOE, _checked(aggregator), honest, num_byzantine, search)[0]
+
+
+def _checked(aggregator: Aggregator | None) -> Aggregator:
+    if not callable(aggregator):
+        raise ValueError(
+            f"aggregator is {aggregator!r}; an adaptive attack needs the rule of the server, a function from "
+            "leaves [n, ...] to [...]."
+        )
+    return aggregator
+
+
+def _adaptive(family: _Family, aggregator: Aggregator | None, search: LineSearch | None) -> Attack:
+    rule = _checked(aggregator)
+
+    def attack(key: Array, honest: Updates, num_byzantine: int) -> Updates:
+        del key
+        return repeat(_best(family, rule, honest, num_byzantine, search)[1], num_byzantine)
+
+    return attack
+
+
+def _best(
+    family: _Family, rule: Aggregator, honest: Updates, num_byzantine: int, search: LineSearch | None
+) -> tuple[Chosen, Aggregate]:
+    """The best factor, and the message it makes."""
+    wide = _widened(honest)
+    mean = honest_mean(wide)
+    p = family.direction(wide, mean)
+    start = family.start(mean)
+
+    def message(tau: Array) -> Aggregate:
+        return _shifted(start, tau, p, honest)
+
+    leaves = jax.tree.leaves(wide)
+    dtype = functools.reduce(jnp.promote_types, [leaf.dtype for leaf in leaves])
+    largest = functools.reduce(
+        jnp.maximum, [jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(p)]
+    )
+    largest = largest.astype(dtype)
+    rows = jax.tree.map(functools.partial(_basis, largest), wide, mean, p)
+    # Gram space needs to know that G is made of inner products, and about which centre.
+    if isinstance(rule, LinearRule) and rule.inner_products in (gram, gram_about_origin, only_validity):
+        check_tolerance(num_workers(honest) + num_byzantine, rule.num_byzantine)
+        find = functools.partial(_in_gram_space, family, rule, num_byzantine, search or IN_GRAM_SPACE)
+        chosen = batched_in_float64(find)(rows, largest)
+    else:
+        scale = batched_in_float64(_scale_of)(rows, largest)
+        objective = functools.partial(_half_deviation, rule, num_byzantine, honest, mean, message)
+        chosen = _line_search(objective, scale, family.fixed, search or DIRECT, dtype)
+        size = sum(leaf.size // leaf.shape[0] for leaf in leaves)
+        chosen = chosen._replace(distance=_in_range(chosen.distance * (2 * math.sqrt(size)), dtype))
+    return chosen, message(chosen.factor)
+
+
+def _basis(largest: Array, honest: Array, mean: Array, p: Array) -> Array:
+    """The rows y_1, ..., y_h, p / largest and mean of one leaf, halved: y_i may be twice the largest float.
+
+    p has its largest entry brought to 1, since its square may be too small for float32.
+    """
+    unit = jnp.where(largest > 0, largest, 1).astype(p.dtype)
+    return jnp.concatenate([honest / 2 - mean / 2, (p / unit)[None] / 2, mean[None] / 2])
+
+
+def _products(rows: Updates) -> Array:
+    """The inner products of the basis, [h + 2, h + 2] in float64."""
+    return 4 * gram(rows, about_origin=True)
+
+
+def _scale(products: Array, largest: Array) -> Array:
+    """max(1, max_i ||y_i|| / ||p||); 1 if p = 0."""
+    h = products.shape[0] - 2
+    length = largest * jnp.sqrt(products[h, h])
+    radius = jnp.sqrt(jnp.max(jnp.diagonal(products)[:h]))
+    scale = jnp.where(length > 0, radius / jnp.where(length > 0, length, 1), 1)
+    # A comparison with NaN, of messages that are not finite, is false.
+    return jnp.where(scale > 1, scale, 1)
+
+
+def _scale_of(rows: Updates, largest: Array) -> Array:
+    return _in_range(_scale(_products(rows), largest.astype(np.float64)), largest.dtype)
+
+
+def _in_gram_space(
+    family: _Family, rule: LinearRule, num_byzantine: int, search: LineSearch, rows: Updates, largest: Array
+) -> Chosen:
+    """The search for a linear rule, on matrices of the workers' size; inside `in_float64`."""
+    products = _products(rows)
+    dtype, largest = largest.dtype, largest.astype(np.float64)
+    h = products.shape[0] - 2
+    p, mean = h, h + 1
+    if rule.inner_products is gram_about_origin:
+        # x_i = y_i + mean.
+        centred = jnp.eye(h + 2, dtype=np.float64).at[:h, mean].set(1)
+        about = dot(dot(centred, products), centred.T)
+    else:
+        # The centre is free: with the mean as origin nothing cancels.
+        about = products.at[mean, :].set(0).at[:, mean].set(0)
+    sender = np.minimum(np.arange(h + num_byzantine), h)
+
+    def distance(tau: Array) -> Array:
+        s = (family.offset + tau) * largest
+        cross = s * about[p, :h] + about[mean, :h]
+        square = s**2 * about[p, p] + 2 * s * about[p, mean] + about[mean, mean]
+        of_senders = jnp.block([[about[:h, :h], cross[:, None]], [cross[None, :], square[None, None]]])
+        weights = rule.weigh(of_senders[sender[:, None], sender[None, :]])
+        # The aggregate less the mean: sum_i w_i y_i + (sum of malicious w) s p + (sum of all w - 1) mean.
+        ends = jnp.stack([s * jnp.sum(weights[h:]), jnp.sum(weights) - 1])
+        coefficients = jnp.concatenate([weights[:h], ends])
+        return jnp.sqrt(jnp.maximum(dot(coefficients, dot(products, coefficients)), 0))
+
+    chosen = _line_search(distance, _scale(products, largest), family.fixed, search, dtype)
+    return Chosen(chosen.factor.astype(dtype), _in_range(chosen.distance, dtype))
+
+
+def _half_deviation(
+    rule: Aggregator,
+    num_byzantine: int,
+    honest: Updates,
+    mean: Aggregate,
+    message: Callable[[Array], Aggregate],
+    tau: Array,
+) -> Array:
+    """D(tau) / (2 sqrt(d)), by a call of the rule: in the range of float32 whatever the messages are."""
+    malicious = repeat(message(tau), num_byzantine)
+    messages = jax.tree.map(lambda x, z: jnp.concatenate([jnp.asarray(x), z]), honest, malicious)
+
+    def root_mean_square(aggregate: Aggregate, mean: Aggregate) -> Array:
+        def squares(a: Array, m: Array) -> Array:
+            return jnp.sum((a.astype(np.float64) / 2 - m.astype(np.float64) / 2) ** 2)
+
+        size = sum(leaf.size for leaf in jax.tree.leaves(mean))
+        total = functools.reduce(jnp.add, jax.tree.leaves(jax.tree.map(squares, aggregate, mean)))
+        return jnp.sqrt(total / max(size, 1)).astype(tau.dtype)
+
+    return batched_in_float64(root_mean_square)(rule(messages), mean)
+
+
+def _line_search(
+    distance: Callable[[Array], Array],
+    scale: Array,
+    fixed: tuple[float, ...],
+    search: LineSearch,
+    dtype: Any,
+) -> Chosen:
+    """The tau of the largest distance, in the dtype of `scale`; what is tried are numbers of `dtype`.
+
+    One tau after the other: the rule is at work long enough, and all together would take more memory.
+    """
+
+    def factors(values: Array) -> Array:
+        # What is evaluated is what is sent.
+        return _in_range(values, dtype).astype(scale.dtype)
+
+    usual = _like(np.array([0.0, *fixed]), scale)
+    grid = factors(jnp.concatenate([usual, scale * _like(search.grid(), scale)]))
+    # The grid goes block by block, as the zooms do: the rule is then compiled once.
+    block = 2 * search.peaks + search.others
+    num_blocks = -(-grid.shape[0] // block)
+    blocks = jnp.pad(grid, (0, num_blocks * block - grid.shape[0]), mode="edge").reshape(num_blocks, block)
+    num_steps = num_blocks + search.zooms
+
+    def step(index: Array, found: _Points) -> _Points:
+        zoom = factors(found.ascending().halfway(search.peaks, block))
+        taus = jnp.where(index < num_blocks, blocks[jnp.minimum(index, num_blocks - 1)], zoom)
+        values = lax.map(distance, taus)
+        values = jnp.where(jnp.isfinite(values), values, -jnp.inf)
+        return _Points(found.taus.at[index].set(taus), found.values.at[index].set(values))
+
+    nothing = jnp.full((num_steps, block), jnp.inf, scale.dtype)
+    found = lax.fori_loop(0, num_steps, step, _Points(nothing, -nothing)).ascending()
+    best = argmax(found.values)
+    any_finite = found.values[best] > -jnp.inf
+    return Chosen(
+        jnp.where(any_finite, found.taus[best], _like(fixed[-1], scale)),
+        jnp.where(any_finite, found.values[best], jnp.nan),
+    )
+
+
+class _Points(NamedTuple):
+    """Factors and their distances: -inf for one that is not finite, and beside an infinite factor."""
+
+    taus: Array
+    values: Array
+
+    def ascending(self) -> _Points:
+        """In order of the factors, [k], the infinite ones last. Of equal factors one is left."""
+        taus, values = self.taus.ravel(), self.values.ravel()
+        order = jnp.argsort(taus, stable=True)
+        taus, values = taus[order], values[order]
+        again = jnp.concatenate([jnp.zeros(1, bool), taus[1:] == taus[:-1]])
+        taus, values = jnp.where(again, jnp.inf, taus), jnp.where(again, -jnp.inf, values)
+        order = jnp.argsort(taus, stable=True)
+        return _Points(taus[order], values[order])
+
+    def halfway(self, num_peaks: int, count: int) -> Array:
+        """Of points in order, the middles of the `count` most promising intervals: around peaks, then others.
+
+        Of a plateau the first point is the peak. If there are too few intervals, the first point comes again.
+        """
+        taus, values = self
+        nothing = jnp.full(1, -jnp.inf, values.dtype)
+        before, after = jnp.concatenate([nothing, values[:-1]]), jnp.concatenate([values[1:], nothing])
+        heights, top = lax.top_k(
+            jnp.where((values > before) & (values >= after), values, -jnp.inf), num_peaks
+        )
+        peak = jnp.zeros(taus.shape, bool).at[top].max(heights > -jnp.inf)
+        left, right = taus[:-1], taus[1:]
+        ratio = jnp.where(left > 0, right / jnp.where(left > 0, left, 1), 2)
+        promise = jnp.where(peak[:-1] | peak[1:], jnp.inf, jnp.maximum(values[:-1], values[1:]) * ratio)
+        # Beyond the largest factor there is nothing.
+        promise, chosen = lax.top_k(jnp.where(jnp.isfinite(right), promise, -jnp.inf), count)
+        middle = left[chosen] + (right[chosen] - left[chosen]) / 2
+        return jnp.where(promise > -jnp.inf, middle, taus[0])
+
+
+def _in_range(values: Array, dtype: Any) -> Array:
+    """The values, at least 0 or NaN, in another dtype; those beyond its range become the largest it has."""
+    return jnp.minimum(values, float(jnp.finfo(dtype).max)).astype(dtype)
+
+
+def _like(values: Any, other: Array) -> Array:
+    return jnp.asarray(values, other.dtype)
