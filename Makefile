@@ -15,12 +15,14 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train quickstart audit test lint format install install-dev clean
+.PHONY: help train quickstart audit figure1 notebooks test lint format install install-dev clean
 
 help:
 	@echo "make quickstart   a small private and robust run on synthetic data, under 30 seconds"
 	@echo "make train        train CafCor under ByzLDP on MNIST (100 workers, 10 malicious)"
 	@echo "make audit        try to break the privacy claims (half a minute)"
+	@echo "make figure1      reproduce Figure 1 of the paper with 5 seeds (over an hour; goes on where it was stopped)"
+	@echo "make notebooks    execute the notebooks in full and save them with their outputs"
 	@echo "make test         check style and types, then run all tests"
 	@echo "make lint         check style and types only"
 	@echo "make format       put the code into the house style"
@@ -36,6 +38,13 @@ quickstart: install
 
 audit: install
 	@$(VPYTHON) scripts/audit.py $(ARGS)
+
+figure1: install
+	@$(VPYTHON) scripts/sweep.py --flagfile=configs/sweeps/figure1.cfg $(ARGS)
+	@$(VPYTHON) scripts/plot.py --sweep_dir=runs/figure1
+
+notebooks: install-dev
+	@$(VPYTHON) scripts/notebooks.py $(ARGS)
 
 # pytest comes last, so that its summary is the last line printed.
 test: lint
