@@ -138,15 +138,9 @@ def example_level(
 
 
 def _weighted_examples(examples: Examples, clip_norm: float) -> Callable[..., Clipped]:
-    def gradient(
-        params: PyTree,
-        images: Array,
-        labels: Array,
-        present: Array | None = None,
-        expected_size: int | None = None,
-    ) -> Clipped:
+    def sums(params: PyTree, images: Array, labels: Array, counted: Array) -> Clipped:
+        """Sums over the examples that count."""
         norms = jnp.sqrt(examples.squared_norms(params, images, labels))
-        counted = jnp.ones(labels.shape, bool) if present is None else present
         keep = counted & jnp.isfinite(norms)
         # The norms are sums in another order than the gradient's, so they may differ in more digits.
         factors = jnp.where(keep, _factor(norms, clip_norm, hair=1e-5), 0)
@@ -155,21 +149,49 @@ def _weighted_examples(examples: Examples, clip_norm: float) -> Callable[..., Cl
             losses = examples.losses(params, images, labels, keep)
             return jnp.sum(jnp.where(keep, factors * losses, 0)), losses
 
-        summed, losses = jax.grad(total, has_aux=True)(params)
-        size = expected_size or labels.shape[0]
-        count = jnp.maximum(jnp.sum(counted), 1)
+        gradient, losses = jax.grad(total, has_aux=True)(params)
 
-        def mean(values: Array) -> Array:
-            return jnp.sum(jnp.where(counted, values, 0)) / count
+        def over_counted(values: Array) -> Array:
+            return jnp.sum(jnp.where(counted, values, 0), dtype=jnp.float32)
 
-        return Clipped(
-            jax.tree.map(lambda leaf: leaf / size, summed),
-            mean(jnp.where(keep, losses, jnp.nan)),
-            mean(norms),
-            mean(norms > clip_norm),
-        )
+        losses = jnp.where(keep, losses, jnp.nan)
+        return Clipped(gradient, *map(over_counted, (losses, norms, norms > clip_norm)))
+
+    def gradient(
+        params: PyTree,
+        images: Array,
+        labels: Array,
+        present: Array | None = None,
+        expected_size: int | None = None,
+    ) -> Clipped:
+        batch = labels.shape[0]
+        if present is None:
+            total, count = sums(params, images, labels, jnp.ones(batch, bool)), jnp.asarray(batch)
+        else:
+            total, count = _over_present(sums, params, images, labels, present), jnp.sum(present)
+        mean = jax.tree.map(lambda leaf: leaf / jnp.maximum(count, 1), total)
+        size = expected_size or batch
+        return mean._replace(gradient=jax.tree.map(lambda leaf: leaf / size, total.gradient))
 
     return gradient
+
+
+def _over_present(
+    sums: Callable[..., Clipped], params: PyTree, images: Array, labels: Array, present: Array
+) -> Clipped:
+    """Sums over a batch of which only the first places may hold examples: the empty rest is not computed."""
+    batch = labels.shape[0]
+    chunk = max(k for k in range(1, EXAMPLES_AT_ONCE + 1) if batch % k == 0)
+    parts = jax.tree.map(lambda leaf: leaf.reshape(-1, chunk, *leaf.shape[1:]), (images, labels, present))
+    last = jnp.max(jnp.where(present, jnp.arange(1, batch + 1), 0))
+
+    def add(index: Array, total: Clipped) -> Clipped:
+        part = jax.tree.map(lambda leaf: leaf[index], parts)
+        return jax.tree.map(jnp.add, total, sums(params, *part))
+
+    zero = jnp.zeros(())
+    start = Clipped(jax.tree.map(jnp.zeros_like, params), zero, zero, zero)
+    return lax.fori_loop(0, -(-last // chunk), add, start)
 
 
 BY_LEVEL: dict[str, Callable[[LossFn, float, Examples | None], Callable[..., Clipped]]] = {

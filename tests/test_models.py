@@ -107,15 +107,29 @@ def test_squared_norms_are_those_of_the_examples_gradients(params, batch, convol
 
 
 @pytest.mark.parametrize("convolution", models.CONVOLUTIONS)
-@pytest.mark.parametrize("clip_norm", [0.5, 2.0, 1e6])
-def test_examples_are_clipped_as_one_by_one(params, batch, convolution, clip_norm):
+def test_examples_are_clipped_as_one_by_one(params, batch, convolution):
     model = models.cnn(convolution=convolution)
+    norms = np.sqrt(model.examples.squared_norms(params, *batch))
+    clip_norm = float(np.median(norms))  # so half of them are clipped
     slow = jax.jit(clipping.example_level(model.loss, clip_norm), static_argnums=4)
     fast = jax.jit(clipping.example_level(model.loss, clip_norm, model.examples), static_argnums=4)
     present = jnp.array([True, False, True, True, False, True])
     for options in ((), (present, 5)):
         expected, found = slow(params, *batch, *options), fast(params, *batch, *options)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), expected, found)
+        assert 0 < found.clipped < 1
+
+
+def test_what_is_not_present_is_not_computed(params, batch):
+    """Places behind the last example cost nothing; an empty batch gives 0."""
+    model = models.cnn()
+    gradient = jax.jit(clipping.example_level(model.loss, 1.0, model.examples), static_argnums=4)
+    images, labels = (jnp.concatenate([jnp.asarray(leaf)] * 5) for leaf in batch)
+    some = gradient(params, images, labels, jnp.arange(30) < 6, 6).gradient
+    expected = clipping.example_level(model.loss, 1.0, model.examples)(params, *batch).gradient
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), some, expected)
+    empty = gradient(params, images, labels, jnp.zeros(30, bool), 6)
+    assert optax.global_norm(empty.gradient) == 0 and empty.loss == 0
 
 
 def test_an_example_that_overflows_gives_nothing(params, batch):
