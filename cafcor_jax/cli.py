@@ -76,7 +76,7 @@ def read(flag_values: flags.FlagValues, argv: Sequence[str]) -> None:
     Raises:
       UserError: if a flag, a value or a flagfile is wrong, or something is no flag.
     """
-    files, others = _split_flagfiles(argv[1:])
+    files, others = split_flagfiles(argv[1:])
     for file in files:
         _check_readable(file)
     try:
@@ -144,8 +144,8 @@ def status(call: Callable[[], object]) -> int:
     return 0
 
 
-def _split_flagfiles(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Takes the flagfiles out of a command line."""
+def split_flagfiles(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Takes the flagfiles out of a command line: their names, and the other arguments."""
     files: list[str] = []
     others: list[str] = []
     rest = iter(args)

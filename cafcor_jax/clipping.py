@@ -38,38 +38,44 @@ class Clipped(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """What a model knows of single examples, at the cost of a batch: nothing of the size of the parameters.
+    """The gradients of a batch's examples, as a model knows them without forming each.
 
-    The gradient of sum_i c_i loss_i, with c_i = min(1, C / ||g_i||), is the sum of the clipped gradients.
+    What example i adds to `weighted_sum(c)` must have a norm of c_i norms_i at most, up to rounding and
+    whatever the inputs: the sensitivity rests on it, not on the gradients being right.
 
     References:
-      Goodfellow, Efficient Per-Example Gradient Computations, 2015; Li et al., Large Language Models Can Be
-        Strong Differentially Private Learners, ICLR 2022 (ghost clipping).
+      Goodfellow, Efficient Per-Example Gradient Computations, 2015; Bu et al., Differentially Private
+        Optimization on Large Model at Small Cost, ICML 2023 (book-keeping).
     """
 
-    squared_norms: Callable[[PyTree, Array, Array], Array]
-    """(params, images [b, ...], labels [b]) -> squared norm of the gradient of every example's loss, [b]."""
-    losses: Callable[[PyTree, Array, Array, Array], Array]
-    """(params, images [b, ...], labels [b], keep [b]) -> loss of every example, [b]. Of examples that are not
-    kept nothing reaches the gradient, even if their loss is not finite."""
+    losses: Array
+    """Of every example, [b]."""
+    norms: Array
+    """Of the gradient of every example's loss, [b]; not finite where they overflow."""
+    weighted_sum: Callable[[Array], PyTree]
+    """c [b] -> sum_i c_i g_i, like the parameters. Of examples with c_i = 0 nothing gets in, not even NaN."""
 
 
-def _factor(norm: Array, clip_norm: float, hair: float) -> Array:
+#: (params, images [b, ...], labels [b]) -> what is known of each example.
+ExamplesFn = Callable[[PyTree, Array, Array], Examples]
+
+
+def _factor(norm: Array, clip_norm: float) -> Array:
     # A hair inside the ball, so that rounding cannot push the norm above C.
-    limit = clip_norm * (1 - hair) if math.isfinite(clip_norm) else clip_norm
+    limit = clip_norm * (1 - 1e-5) if math.isfinite(clip_norm) else clip_norm
     return jnp.minimum(1, limit / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
 
 
 def clip(gradient: PyTree, norm: Array, clip_norm: float) -> PyTree:
     """Scales a gradient of known norm down to at most clip_norm; a gradient that is not finite becomes 0."""
     finite = jnp.isfinite(norm)
-    factor = _factor(norm, clip_norm, hair=1e-6)
+    factor = _factor(norm, clip_norm)
     # The sensitivity bound must hold whatever the data: an overflow must not reach the message.
     return jax.tree.map(lambda leaf: jnp.where(finite, leaf * factor, 0), gradient)
 
 
 def user_level(
-    loss_fn: LossFn, clip_norm: float, examples: Examples | None = None
+    loss_fn: LossFn, clip_norm: float, examples: ExamplesFn | None = None
 ) -> Callable[[PyTree, Array, Array], Clipped]:
     """Clips the mean gradient of the batch; it has no use for `examples`."""
     del examples
@@ -83,7 +89,7 @@ def user_level(
 
 
 def example_level(
-    loss_fn: LossFn, clip_norm: float, examples: Examples | None = None
+    loss_fn: LossFn, clip_norm: float, examples: ExamplesFn | None = None
 ) -> Callable[..., Clipped]:
     """Clips every example's gradient and returns the mean.
 
@@ -137,25 +143,17 @@ def example_level(
     return gradient
 
 
-def _weighted_examples(examples: Examples, clip_norm: float) -> Callable[..., Clipped]:
+def _weighted_examples(examples: ExamplesFn, clip_norm: float) -> Callable[..., Clipped]:
     def sums(params: PyTree, images: Array, labels: Array, counted: Array) -> Clipped:
         """Sums over the examples that count."""
-        norms = jnp.sqrt(examples.squared_norms(params, images, labels))
-        keep = counted & jnp.isfinite(norms)
-        # The norms are sums in another order than the gradient's, so they may differ in more digits.
-        factors = jnp.where(keep, _factor(norms, clip_norm, hair=1e-5), 0)
-
-        def total(params: PyTree) -> tuple[Array, Array]:
-            losses = examples.losses(params, images, labels, keep)
-            return jnp.sum(jnp.where(keep, factors * losses, 0)), losses
-
-        gradient, losses = jax.grad(total, has_aux=True)(params)
+        known = examples(params, images, labels)
+        factors = jnp.where(counted & jnp.isfinite(known.norms), _factor(known.norms, clip_norm), 0)
 
         def over_counted(values: Array) -> Array:
             return jnp.sum(jnp.where(counted, values, 0), dtype=jnp.float32)
 
-        losses = jnp.where(keep, losses, jnp.nan)
-        return Clipped(gradient, *map(over_counted, (losses, norms, norms > clip_norm)))
+        values = (known.losses, known.norms, known.norms > clip_norm)
+        return Clipped(known.weighted_sum(factors), *map(over_counted, values))
 
     def gradient(
         params: PyTree,
@@ -181,6 +179,8 @@ def _over_present(
 ) -> Clipped:
     """Sums over a batch of which only the first places may hold examples: the empty rest is not computed."""
     batch = labels.shape[0]
+    if jax.default_backend() != "cpu":
+        return sums(params, images, labels, present)  # There one large step is better than many small ones.
     chunk = max(k for k in range(1, EXAMPLES_AT_ONCE + 1) if batch % k == 0)
     parts = jax.tree.map(lambda leaf: leaf.reshape(-1, chunk, *leaf.shape[1:]), (images, labels, present))
     last = jnp.max(jnp.where(present, jnp.arange(1, batch + 1), 0))
@@ -194,7 +194,7 @@ def _over_present(
     return lax.fori_loop(0, -(-last // chunk), add, start)
 
 
-BY_LEVEL: dict[str, Callable[[LossFn, float, Examples | None], Callable[..., Clipped]]] = {
+BY_LEVEL: dict[str, Callable[[LossFn, float, ExamplesFn | None], Callable[..., Clipped]]] = {
     "user": user_level,
     "example": example_level,
 }

@@ -389,7 +389,7 @@ class Config:
         if not self.private:
             return
 
-        if self.epsilon <= 0:
+        if self.epsilon <= 0 and self.noise_multiplier is None:
             raise UserError(
                 f"epsilon={self.epsilon:g} is no privacy budget: it must be greater than 0 "
                 "(threat_model='none' trains without privacy)."
@@ -473,7 +473,8 @@ def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
 
     Returns:
       ``{name: (value in a, value in b)}``. Settings that only say where and how to run (``workdir``,
-      ``data_dir``, ``idx_dir``, ``checkpoint_every``) are left out: a resumed run may change them.
+      ``data_dir``, ``idx_dir``, ``checkpoint_every``, ``tensorboard``) are left out: a resumed run may change
+      them.
     """
     pairs = {
         field.name: (getattr(a, field.name), getattr(b, field.name))
@@ -534,13 +535,19 @@ def parse(name: str, text: str) -> Any:
         >>> parse("num_byzantine", "5")
         5
     """
-    field = next((field for field in dataclasses.fields(Config) if field.name == name), None)
-    if field is None:
-        raise UserError(_unknown(name))
+    field = field_of(name)
     try:
         return _checked(field, _Parser(field).parse(text.strip()))
     except ValueError as error:
         raise error if isinstance(error, UserError) else UserError(f"{name}={text!r} {error}.") from None
+
+
+def field_of(name: str) -> dataclasses.Field:
+    """The field of :class:`Config` with a name, or a UserError that proposes one."""
+    for field in dataclasses.fields(Config):
+        if field.name == name:
+            return field
+    raise UserError(_unknown(name))
 
 
 def _unknown(name: str) -> str:

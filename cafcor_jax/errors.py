@@ -7,3 +7,7 @@ class UserError(ValueError):
     The message is one clear sentence that names the value and says what is allowed. Scripts print it
     without a traceback and exit with a non-zero status.
     """
+
+
+class InUseError(UserError):
+    """Another process uses what is asked for."""

@@ -301,8 +301,8 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
 class Programs:
     """Compiled code, kept for later runs in the same process that differ in their seed alone."""
 
-    # A program of a large model takes some 10 MB.
-    _MOST = 64
+    # The first one goes when there are more.
+    _MOST = 256
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Any, Any]] = {}

@@ -89,7 +89,7 @@ def federation(
     optimizer: optax.GradientTransformation,
     momentum: float,
     batch_size: int,
-    examples: clipping.Examples | None = None,
+    examples: clipping.ExamplesFn | None = None,
     noise_mode: str = "pairwise",
     grid_bits: int | None = None,
     augment: Callable[[Array, Array], Array] | None = None,
@@ -184,7 +184,8 @@ def federation(
         seen = honest
         if isinstance(attack, LabelAttack):
             seen = honest_gradients(
-                jax.random.fold_in(streams.batches, state.round),  # the batches of the honest workers
+                # The very batches of the honest workers, unless those are Poisson samples.
+                jax.random.fold_in(streams.batches, state.round),
                 state.params,
                 data._replace(labels=attack.poison(data.labels)),
                 clipped_gradient=raw_gradient,

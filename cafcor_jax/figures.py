@@ -99,6 +99,7 @@ _METHODS = {
     "cafcorsecldp": Style(GREEN, "^", _DASH_DOT_DOT),
     "cafcorbyzldp": Style(BLUE, "o", "-"),
     "none": Style(GREY, "*", "--"),
+    "dsgd": Style(GREY, "H", "--"),
     # Figure 2: rules.
     "mean": Style(BLACK, "*", "--"),
     "caf": Style(BLUE, "o", "-"),
@@ -125,7 +126,6 @@ _ALIASES = {
     "cwmed": "median",
     "gm": "geometricmedian",
     "mk": "multikrum",
-    "dsgd": "mean",
     "average": "mean",
 }
 # For names that are not known; dashes of baselines are not among them.
@@ -713,16 +713,13 @@ class HeatMap:
       spread: how the data is spread, of the columns: "homogeneous", alphas from large to small, "extreme".
       worst: minimum over attacks of the mean over seeds of the final accuracy in percent, [rows, columns];
         NaN where no run is done.
-      attack: which attack that is; empty where no run is done.
-      complete: whether all attacks of the sweep have a run there that is done. Where not, the worst case may
-        be worse.
+      complete: whether all runs that the sweep has there are done. Where not, the worst case may be worse.
     """
 
     rule: str
     f: tuple[int, ...]
     spread: tuple[str, ...]
     worst: np.ndarray
-    attack: np.ndarray
     complete: np.ndarray
 
 
@@ -769,9 +766,7 @@ def heat_maps(results: Results) -> dict[str, tuple[HeatMap, ...]]:
             continue
         rules = _rules(results, runs)
         maps[dataset] = tuple(
-            _heat_map(
-                rule, [run for run, of in zip(runs, rules, strict=True) if of == rule], f, spread, attacks
-            )
+            _heat_map(rule, [run for run, of in zip(runs, rules, strict=True) if of == rule], f, spread)
             for rule in dict.fromkeys(rules)
         )
     return maps
@@ -811,27 +806,19 @@ def _rules(results: Results, runs: Sequence[Loaded]) -> list[str]:
     return [_join(method, run.run, splitting) for method, run in zip(methods, runs, strict=True)]
 
 
-def _heat_map(
-    rule: str, runs: Sequence[Loaded], f: tuple[int, ...], spread: tuple[str, ...], attacks: tuple[str, ...]
-) -> HeatMap:
-    accuracies: dict[tuple[int, str, str], list[float]] = {}
-    for run in runs:
-        if run.done and run.summary is not None:
-            key = run.run.config.num_byzantine, _spread(run), run.run.config.attack
-            accuracies.setdefault(key, []).append(100 * run.summary.final_accuracy)
+def _heat_map(rule: str, runs: Sequence[Loaded], f: tuple[int, ...], spread: tuple[str, ...]) -> HeatMap:
     worst = np.full((len(f), len(spread)), np.nan)
-    attack = np.full(worst.shape, "", dtype=object)
     complete = np.zeros(worst.shape, dtype=bool)
     for i, j in np.ndindex(*worst.shape):
-        means = {
-            name: float(np.mean(accuracies[f[i], spread[j], name]))
-            for name in attacks
-            if (f[i], spread[j], name) in accuracies
-        }
-        if means:
-            worst[i, j], attack[i, j] = min((mean, name) for name, mean in means.items())
-            complete[i, j] = len(means) == len(attacks)
-    return HeatMap(rule, f, spread, worst, attack, complete)
+        here = [run for run in runs if (run.run.config.num_byzantine, _spread(run)) == (f[i], spread[j])]
+        accuracies: dict[str, list[float]] = {}
+        for run in here:
+            if run.done and run.summary is not None:
+                accuracies.setdefault(run.run.config.attack, []).append(100 * run.summary.final_accuracy)
+        if accuracies:
+            worst[i, j] = min(float(np.mean(values)) for values in accuracies.values())
+            complete[i, j] = all(run.done for run in here)
+    return HeatMap(rule, f, spread, worst, complete)
 
 
 def heat_map(maps: Sequence[HeatMap], results: Results, title: str) -> Figure:

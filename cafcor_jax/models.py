@@ -8,16 +8,17 @@ several times faster there.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cafcor_jax.clipping import Examples
+from cafcor_jax.clipping import Examples, ExamplesFn
 from cafcor_jax.types import Array, PyTree
 
 CONVOLUTIONS = ("patches", "lax")
@@ -31,8 +32,8 @@ class Model(NamedTuple):
     """key -> params."""
     log_probs: Callable[[PyTree, Array], Array]
     """(params, images uint8 [b, 28, 28, 1]) -> log-probabilities [b, classes]."""
-    examples: Examples | None = None
-    """How to clip the gradient of every example without computing it, if the model knows a way."""
+    examples: ExamplesFn | None = None
+    """What is needed to clip every example's gradient without forming it, if the model knows a way."""
 
     def loss(self, params: PyTree, images: Array, labels: Array) -> Array:
         """The mean negative log-likelihood of a batch."""
@@ -81,29 +82,42 @@ def cnn(
     if convolution not in CONVOLUTIONS:
         raise ValueError(f"convolution is {convolution!r}; it must be one of {', '.join(CONVOLUTIONS)}.")
     on_cpu = convolution == "patches"
-    network = _Cnn(
-        num_classes=num_classes,
-        convolve=_convolve_patches if on_cpu else _convolve,
-        watch=_watch_one_by_one if on_cpu else _watch_at_once,
-    )
+    network = _Cnn(num_classes=num_classes, convolve=_convolve_patches if on_cpu else _convolve)
 
     def init(key: Array) -> PyTree:
         return network.init(key, jnp.zeros((1, 28, 28, 1)))["params"]
 
-    def log_probs(params: PyTree, images: Array, **options: Any) -> Array:
-        x = (images.astype(jnp.float32) * (1 / 255) - mean) / std
-        return jnp.asarray(network.apply({"params": params}, x, **options))
+    def normalised(images: Array) -> Array:
+        return (images.astype(jnp.float32) * (1 / 255) - mean) / std
 
-    def squared_norms(params: PyTree, images: Array, labels: Array) -> Array:
-        def total(probe: Array) -> Array:
-            return jnp.sum(_losses(log_probs(params, images, probe=probe), labels))
+    def log_probs(params: PyTree, images: Array) -> Array:
+        return jnp.asarray(network.apply({"params": params}, normalised(images)))
 
-        return jax.grad(total)(jnp.zeros(labels.shape[0]))
+    def examples(params: PyTree, images: Array, labels: Array) -> Examples:
+        x = normalised(images)
 
-    def losses(params: PyTree, images: Array, labels: Array, keep: Array) -> Array:
-        return _losses(log_probs(params, images, keep=keep), labels)
+        def total(shifts: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
+            variables = {"params": params, "perturbations": shifts}
+            outputs, seen = network.apply(variables, x, mutable=["intermediates"])
+            losses = _losses(jnp.asarray(outputs), labels)
+            return jnp.sum(losses), (losses, seen["intermediates"])
 
-    return Model(init, log_probs, Examples(squared_norms, losses))
+        shapes = jax.eval_shape(network.init, jax.random.key(0), x)["perturbations"]
+        shifts = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        # The gradient by a layer's outputs, example by example: it holds the layer's part of the gradient.
+        outer, (losses, inner) = jax.grad(total, has_aux=True)(shifts)
+        layers = {
+            name: _layer_gradients(inner[name + _INPUTS][0], outer[name + _OUTPUTS], on_cpu)
+            for name in params
+        }
+        norms = jnp.stack([layer.norms for layer in layers.values()])
+        return Examples(
+            losses=losses,
+            norms=_norms(norms.T),
+            weighted_sum=lambda c: {name: layer.weighted_sum(c) for name, layer in layers.items()},
+        )
+
+    return Model(init, log_probs, examples)
 
 
 def _losses(log_probs: Array, labels: Array) -> Array:
@@ -111,35 +125,25 @@ def _losses(log_probs: Array, labels: Array) -> Array:
     return -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
 
 
+# What a layer is called in the collections that `examples` reads.
+_INPUTS, _OUTPUTS = "_inputs", "_outputs"
+
+
 class _Cnn(nn.Module):
     num_classes: int
     convolve: Callable[[Array, Array], Array]
-    watch: Callable[[Array, Array, Array], Array]
 
     @nn.compact
-    def __call__(self, x: Array, probe: Array | None = None, keep: Array | None = None) -> Array:
-        """Log-probabilities [b, classes].
+    def __call__(self, x: Array) -> Array:
+        def apply(layer: nn.Module, x: Array) -> Array:
+            self.sow("intermediates", f"{layer.name}{_INPUTS}", x)
+            return self.perturb(f"{layer.name}{_OUTPUTS}", layer(x))
 
-        Args:
-          x: images [b, 28, 28, 1].
-          probe: zeros [b]. The derivative by it is not that of the outputs: it is the squared norm of every
-            example's gradient by the parameters, if the outputs are differentiated example by example.
-          keep: booleans [b]. Of other examples nothing reaches the outputs or the gradient, not even NaN.
-        """
-
-        def layer(apply: Callable[[Array], Array], x: Array) -> Array:
-            y = apply(x)
-            if probe is not None:
-                y = self.watch(y, x, probe)
-            if keep is not None:
-                y = jnp.where(keep.reshape(-1, *[1] * (y.ndim - 1)), y, 0)
-            return y
-
-        x = nn.relu(_max_pool(layer(_Conv(20, self.convolve), x)))  # relu after the pool: at a quarter
-        x = nn.relu(_max_pool(layer(_Conv(50, self.convolve), x)))
+        x = nn.relu(_max_pool(apply(_Conv(20, self.convolve), x)))  # relu after the pool: at a quarter
+        x = nn.relu(_max_pool(apply(_Conv(50, self.convolve), x)))
         x = x.reshape(x.shape[0], -1)
-        x = nn.relu(layer(_dense(500, x.shape[1]), x))
-        return nn.log_softmax(layer(_dense(self.num_classes, 500), x))
+        x = nn.relu(apply(_dense(500, x.shape[1]), x))
+        return nn.log_softmax(apply(_dense(self.num_classes, 500), x))
 
 
 class _Conv(nn.Module):
@@ -216,41 +220,58 @@ def _convolve_patches_backward(saved: tuple[Array, Array], g: Array) -> tuple[Ar
 _convolve_patches.defvjp(_convolve_patches_forward, _convolve_patches_backward)
 
 
-def _watcher(per_example: Callable[[Callable[..., Array], Array, Array], Array]) -> Callable[..., Array]:
-    """Makes (y, x, probe) -> y, for the outputs y and inputs x of a layer with a kernel and a bias.
+class _LayerGradients(NamedTuple):
+    """The gradients of a layer's kernel and bias, example by example."""
 
-    Backwards, with the gradient g of y, it adds to the gradient of the probe [b] the squared norm of what
-    every example gives to the gradient of the layer's parameters. For a dense layer, where that is the outer
-    product of x and g, this is (||x||^2 + 1) ||g||^2. The probe is the same in all layers, so the layers add
-    up.
-
-    Args:
-      per_example: how a function of one example's x and g is applied to all of them.
-    """
-
-    def of_convolution(x: Array, g: Array) -> Array:
-        size = x.shape[0] - g.shape[0] + 1
-        patches = _patches(x[None], size)
-        by_position = g.reshape(-1, g.shape[-1])
-        kernel = by_position.T @ patches.reshape(-1, patches.shape[-1])
-        return jnp.sum(kernel**2) + jnp.sum(jnp.sum(by_position, axis=0) ** 2)
-
-    def backward(x: Array, g: Array) -> tuple[Array, Array, Array]:
-        if x.ndim == 2:
-            squares = (jnp.sum(x**2, axis=1) + 1) * jnp.sum(g**2, axis=1)
-        else:
-            squares = per_example(of_convolution, x, g)
-        return g, jnp.zeros_like(x), squares
-
-    @jax.custom_vjp
-    def watch(y: Array, x: Array, probe: Array) -> Array:
-        del x, probe
-        return y
-
-    watch.defvjp(lambda y, x, probe: (y, x), backward)
-    return watch
+    norms: Array  # [b]
+    weighted_sum: Callable[[Array], PyTree]  # [b] -> {"kernel", "bias"}
 
 
-_watch_at_once = _watcher(lambda function, x, g: jax.vmap(function)(x, g))
-# On a CPU small products one after the other are three times as fast as a batched one.
-_watch_one_by_one = _watcher(lambda function, x, g: lax.map(lambda pair: function(*pair), (x, g)))
+def _norms(rows: Array) -> Array:
+    """The norm of every row; squares neither overflow nor vanish."""
+    rows = rows.reshape(rows.shape[0], -1)
+    largest = jnp.max(jnp.abs(rows), axis=1)
+    scale = jnp.where(largest > 0, largest, 1)
+    return scale * jnp.sqrt(jnp.sum((rows / scale[:, None]) ** 2, axis=1))
+
+
+def _weighted(c: Array, rows: Array) -> Array:
+    """c_i times row i, and 0 where c_i is 0, whatever is in the row."""
+    c = c.reshape(-1, *[1] * (rows.ndim - 1))
+    return jnp.where(c > 0, c * rows, 0)
+
+
+def _layer_gradients(x: Array, g: Array, on_cpu: bool) -> _LayerGradients:
+    """From a layer's inputs x and the gradients g by its outputs, both [b, ...]."""
+    # On GPUs and TPUs products are rounded to few bits unless told: the sum must be that of which the norms
+    # were taken.
+    multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    if x.ndim == 2:  # dense: the outer product of x and g, and g
+
+        def dense(c: Array) -> PyTree:
+            scaled = _weighted(c, g)
+            return {"kernel": multiply(_weighted(jnp.sign(c), x).T, scaled), "bias": jnp.sum(scaled, axis=0)}
+
+        ones = jnp.ones((x.shape[0], 1))
+        return _LayerGradients(_norms(jnp.concatenate([x, ones], axis=1)) * _norms(g), dense)
+
+    size = x.shape[1] - g.shape[1] + 1
+
+    def one(pair: tuple[Array, Array]) -> tuple[Array, Array]:
+        patches = _patches(pair[0][None], size)
+        by_position = pair[1].reshape(-1, g.shape[-1])
+        return multiply(by_position.T, patches.reshape(-1, patches.shape[-1])), jnp.sum(by_position, axis=0)
+
+    # On a CPU small products one after the other are three times as fast as a batched one.
+    kernels, biases = lax.map(one, (x, g)) if on_cpu else jax.vmap(one)((x, g))
+
+    def convolution(c: Array) -> PyTree:
+        flat = multiply(jnp.sign(c), _weighted(c, kernels).reshape(c.shape[0], -1))
+        kernel = flat.reshape(kernels.shape[1:]).T
+        return {
+            "kernel": kernel.reshape(size, size, x.shape[-1], g.shape[-1]),
+            "bias": jnp.sum(_weighted(c, biases), axis=0),
+        }
+
+    together = jnp.stack([_norms(kernels), _norms(biases)], axis=1)
+    return _LayerGradients(_norms(together), convolution)

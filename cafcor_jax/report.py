@@ -217,10 +217,11 @@ def _plans(results: Results) -> str:
             by = ", ".join(f"{_span(one.get(name) for one in spent)} {name}" for name in names)
             if plans:
                 plan = [_span(one.get(key) for one in plans) for key in _PLAN]
+                plan = ["not set" if cell == "inf" else cell for cell in plan]  # no privacy, or noise given
                 rows.append([panel.label, curve.label, *plan, by or "\N{EN DASH}"])
     caption = (
         "Standard deviations of the noise in a message, and what a run spends: the budget that the noise is "
-        "calibrated to, and the same noise counted by each accountant."
+        "calibrated to (not set if the noise itself is), and the noise counted by each accountant."
     )
     head = ["panel", "method", *_PLAN.values(), "epsilon by accountant"]
     return table(head, rows, caption=caption) if rows else "<p>No plan can be read.</p>"

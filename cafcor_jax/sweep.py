@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 from cafcor_jax import config as config_lib
 from cafcor_jax import experiment
 from cafcor_jax.config import Config
-from cafcor_jax.errors import UserError
+from cafcor_jax.errors import InUseError, UserError
 from cafcor_jax.progress import Progress
 from cafcor_jax.workdir import strict
 
@@ -93,17 +94,17 @@ class Sweep:
 
     def distinct(self) -> tuple[Run, ...]:
         """The runs without those that an earlier one already is: panels may share a baseline."""
-        return tuple({run.folder: run for run in reversed(self.runs)}[folder] for folder in self._folders())
-
-    def _folders(self) -> tuple[Path, ...]:
-        return tuple(dict.fromkeys(run.folder for run in self.runs))
+        first: dict[Path, Run] = {}
+        for run in self.runs:
+            first.setdefault(run.folder, run)
+        return tuple(first.values())
 
 
 class Outcome(NamedTuple):
     """What has become of a run."""
 
     status: str
-    """"done", "failed", "unfinished" or "missing"."""
+    """"done", "failed", "unfinished", "missing", or "elsewhere" if another process runs it."""
     summary: experiment.Summary | None
     error: str
 
@@ -124,8 +125,8 @@ def parse_axis(text: str) -> tuple[str, tuple[Any, ...]]:
     name, equals, values = (part.strip() for part in text.partition("="))
     if not equals or not name:
         raise UserError(f"--sweep={text!r} is not an axis: write --sweep name=value,value.")
-    parsed = tuple(config_lib.parse(name, value) for value in values.split(",") if value.strip())
     _check_decides_results(name, f"--sweep={text!r}")
+    parsed = tuple(config_lib.parse(name, value) for value in values.split(",") if value.strip())
     if not parsed:
         raise UserError(f"--sweep={text!r} has no values, so there is nothing to run: give at least one.")
     if len(set(parsed)) < len(parsed):
@@ -150,22 +151,32 @@ def parse_variant(text: str, flag: str) -> tuple[str, dict[str, Any]]:
       >>> parse_variant("MNIST, f = 5: dataset=mnist num_byzantine=5", "panel")
       ('MNIST, f = 5', {'dataset': 'mnist', 'num_byzantine': 5})
     """
-    label, colon, rest = (part.strip() for part in text.rpartition(":"))
+    label, colon, rest = (part.strip() for part in text.partition(":"))
     settings = {}
     for word in rest.split():
         name, equals, value = word.partition("=")
         if not equals:
             raise UserError(f"--{flag}={text!r}: {word!r} is not name=value.")
-        settings[name] = config_lib.parse(name, value)
         _check_decides_results(name, f"--{flag}={text!r}")
+        settings[name] = config_lib.parse(name, value)
     if not colon or not label or not settings:
         raise UserError(f"--{flag}={text!r} is not a {flag}: write --{flag}=LABEL: name=value name=value.")
     return label, settings
 
 
+def parse_variants(texts: Sequence[str], flag: str) -> dict[str, dict[str, Any]]:
+    """Reads several panels or curves: their settings by label."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        label, settings = parse_variant(text, flag)
+        if label in found:
+            raise UserError(f"There are two of --{flag}={label!r}: give each {flag} a label of its own.")
+        found[label] = settings
+    return found
+
+
 def _check_decides_results(name: str, what: str) -> None:
-    field = next(field for field in dataclasses.fields(Config) if field.name == name)
-    if not field.metadata["result"]:
+    if not config_lib.field_of(name).metadata["result"]:
         raise UserError(f"{what} varies {name}, which changes no result: give it once, as a flag.")
 
 
@@ -179,7 +190,7 @@ def plan(
     curves: Mapping[str, Mapping[str, Any]],
     axes: Mapping[str, Sequence[Any]],
 ) -> Sweep:
-    """All runs of a sweep. Where several set the same, a curve wins over an axis, and an axis over a panel.
+    """All runs of a sweep. A curve wins over panels and axes, and these over the base.
 
     Args:
       name: of the sweep.
@@ -194,8 +205,14 @@ def plan(
       The sweep.
 
     Raises:
-      UserError: if there is nothing to run, or a combination is not allowed.
+      UserError: if there is nothing to run, an axis contradicts a panel, or a combination is not allowed.
     """
+    for axis in axes:
+        if any(axis in settings for settings in panels.values()):
+            raise UserError(
+                f"{axis} is an axis, and panels set it too, so their labels would not be true: vary it in "
+                "one of the two."
+            )
     if not (panels or curves or axes):
         raise UserError("Nothing varies in this sweep: give --sweep name=value,value, --panel or --curve.")
     order = sorted(axes, key=lambda axis: axis != "seed")
@@ -243,6 +260,13 @@ def save(sweep: Sweep, sweep_dir: str | os.PathLike[str]) -> None:
     folder = Path(sweep_dir)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "sweep.json").exists():
         raise UserError(f"The folder {folder} holds other files and no sweep: give another --sweep_dir.")
+    if (folder / "sweep.json").exists():
+        lost = {run.folder.name for run in load(folder).runs} - {run.folder.name for run in sweep.runs}
+        if lost:
+            raise UserError(
+                f"The folder {folder} holds a sweep with {len(lost)} runs that this one does not have: give "
+                "this one a --name or --sweep_dir of its own (runs that both have are done once)."
+            )
     stored = {
         "name": sweep.name,
         "command": sweep.command,
@@ -345,12 +369,12 @@ def write_table(sweep: Sweep, sweep_dir: str | os.PathLike[str]) -> None:
         rows.append(
             {**labels, **settings, "status": status, **results, "error": error, "folder": run.folder.name}
         )
-    temporary = Path(sweep_dir) / ".results.csv.tmp"
-    with open(temporary, "w", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(temporary, Path(sweep_dir) / "results.csv")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    # A baseline that a panel shares with itself, under several values of an axis, is one result.
+    writer.writerows(dict(row) for row in dict.fromkeys(tuple(row.items()) for row in rows))
+    _write(Path(sweep_dir) / "results.csv", text.getvalue())
 
 
 def run_all(
@@ -381,6 +405,9 @@ def run_all(
             continue
         try:
             experiment.run(run.config, progress=progress_of(run), programs=programs)
+        except InUseError:  # Another sweep runs it at this moment.
+            finished(run, Outcome("elsewhere", None, ""))
+            continue
         except UserError as error:
             failed[run.folder.name] = str(error)
         except Exception as error:  # A bug or the machine: the other runs go on, and the trace is kept.
@@ -432,7 +459,7 @@ def estimate(sweep: Sweep) -> tuple[float, float]:
 
 def _write(path: Path, text: str) -> None:
     """Writes a file such that readers see the old one or the whole new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text)

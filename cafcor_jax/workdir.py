@@ -36,7 +36,7 @@ import orbax.checkpoint as ocp
 
 import cafcor_jax
 from cafcor_jax import config as config_lib
-from cafcor_jax.errors import UserError
+from cafcor_jax.errors import InUseError, UserError
 from cafcor_jax.types import PyTree
 
 try:
@@ -110,7 +110,7 @@ class Workdir:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 lock.close()
-                raise UserError(
+                raise InUseError(
                     f"The workdir {self.path} is in use by another process: wait for it, or give another one."
                 ) from None
             except OSError:  # A file system without locks.

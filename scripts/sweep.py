@@ -1,7 +1,8 @@
 """Runs many experiments: every panel x every curve x every value of every axis.
 
 Runs that are done are skipped, so the same command goes on where a stopped sweep was; a run that fails does
-not stop the others. Sweeps that share a pool share runs. scripts/plot.py draws the figures and the report.
+not stop the others. Each run has a folder of its own in the pool, so --workdir is not used; sweeps that share
+a pool share runs. scripts/plot.py draws the figures and the report.
 
 Examples:
   python scripts/sweep.py --flagfile=configs/sweeps/figure1.cfg
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from pathlib import Path
 from absl import flags, logging
 
 from cafcor_jax import cli, config, experiment, sweep
+from cafcor_jax.errors import UserError
 from cafcor_jax.progress import SweepProgress, duration
 
 
@@ -60,15 +63,19 @@ def describe_sweep(values: flags.FlagValues, argv: Sequence[str]) -> tuple[sweep
     """The sweep that the flags say, and its folder."""
     names = {name for name in values if name in config.Config.__dataclass_fields__}
     base = {name: values[name].value for name in names if name != "workdir"}
-    file = next((arg.partition("=")[2] for arg in argv if arg.startswith(("--flagfile=", "-flagfile="))), "")
-    name = values.name or Path(file).stem or "sweep"
+    files, _ = cli.split_flagfiles(argv[1:])
+    name = values.name or (Path(files[-1]).stem if files else "sweep")
+    panels = sweep.parse_variants(values.panel, "panel")
+    for setting in sorted({setting for settings in panels.values() for setting in settings}):
+        if values[setting].present:
+            raise UserError(f"--{setting} is given, and panels set it too: change the panels.")
     found = sweep.plan(
         name=name,
         command=shlex.join(["python", *argv]),
         pool=os.path.expanduser(values.pool),
         base=base,
-        panels=dict(sweep.parse_variant(text, "panel") for text in values.panel),
-        curves=dict(sweep.parse_variant(text, "curve") for text in values.curve),
+        panels=panels,
+        curves=sweep.parse_variants(values.curve, "curve"),
         axes=dict(map(sweep.parse_axis, values.sweep)),
     )
     return found, Path(os.path.expanduser(values.sweep_dir or f"runs/{name}"))
@@ -81,17 +88,17 @@ def main(argv: Sequence[str]) -> int:
     runs = found.distinct()
     done = sum(sweep.outcome(run).status == "done" for run in runs)
     seconds, factor = sweep.estimate(found)
-    basis = f"runs done here took {factor:.1f} times the" if done else "by the"
+    basis = f"{factor:.1f} times as slow as 2 quiet CPU cores" if done else "on 2 quiet CPU cores"
     print(
         f"sweep {found.name}: {len(runs)} runs, {done} done, {len(runs) - done} to do; about "
-        f"{duration(seconds)} ({basis} times of 2 CPU cores)",
+        f"{duration(seconds)} ({basis})",
         flush=True,
     )
     if values.list:
         failed = sweep.failures(folder)
         for run in runs:
             status, summary, error = sweep.outcome(run, failed)
-            left = f"about {duration(sweep.estimated_seconds(run.config))}"
+            left = f"about {duration(factor * sweep.estimated_seconds(run.config))}"
             result = f"{summary.final_accuracy:.2%}" if summary else error or left
             print(f"  {status:<10}  {run.folder.name}  {result}")
         return 0
@@ -106,16 +113,21 @@ def main(argv: Sequence[str]) -> int:
             folder,
             progress_of=lambda run: progress.begin(run.folder.name),
             finished=lambda run, outcome: progress.end(
-                f"{outcome.summary.final_accuracy:.2%}" if outcome.summary else f"failed: {outcome.error}"
+                f"{outcome.summary.final_accuracy:.2%}"
+                if outcome.summary
+                else f"{outcome.status}: {outcome.error or 'another process runs it'}"
             ),
         )
-    print(f"{len(runs) - len(failed)} of {len(runs)} runs are done; table: {folder / 'results.csv'}")
+    done = sum(sweep.outcome(run).status == "done" for run in runs)
+    print(f"{done} of {len(runs)} runs are done; table: {folder / 'results.csv'}")
     for name, why in failed.items():
         print(f"failed: {name}: {why}", file=sys.stderr)
-    if not failed:
+    if done:
         print(f"figures: python scripts/plot.py --sweep_dir={folder}")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
+    if "--list" in sys.argv and hasattr(signal, "SIGPIPE"):  # A reader that has seen enough is no error.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(cli.status(lambda: sys.exit(main(sys.argv))))

@@ -58,7 +58,7 @@ def test_norm_never_exceeds_the_threshold(scale):
     gradient = {"w": jnp.asarray(np.random.default_rng(1).normal(size=10_000) * scale, jnp.float32)}
     norm = jnp.linalg.norm(gradient["w"])
     clipped = clipping.clip(gradient, norm, 0.7)["w"]
-    assert np.linalg.norm(np.asarray(clipped, np.float64)) <= 0.7
+    assert 0.7 * (1 - 2e-5) <= np.linalg.norm(np.asarray(clipped, np.float64)) <= 0.7 or scale < 1e-10
 
 
 def test_an_overflow_in_the_data_cannot_break_the_sensitivity(problem):

@@ -556,7 +556,6 @@ def test_heat_maps_by_hand(tmp_path):
     # f = 1: alie takes 10 and foe nothing, but 20 on extreme data. f = 3: alie takes 30.
     np.testing.assert_allclose(caf.worst, [[70, 70, 70, 60], [50, 50, 50, 50]])
     np.testing.assert_allclose(median.worst, caf.worst - 5)
-    assert caf.attack.tolist() == [["alie", "alie", "alie", "foe"], ["alie"] * 4]
     assert caf.complete.all()
 
     figure = figures.heat_map(maps["synthetic"], results, "synthetic")
@@ -566,6 +565,23 @@ def test_heat_maps_by_hand(tmp_path):
     meshes = figure.findobj(matplotlib.collections.QuadMesh)
     assert all(mesh.get_clim() == (0, 100) for mesh in meshes[:2])
     assert not any("artial" in word or word == "missing" for word in words)
+
+
+def test_a_cell_with_a_missing_seed_is_not_complete(tmp_path):
+    found = plan(tmp_path, **HEAT)
+    gone = found.runs[-1]
+    for run in found.runs[:-1]:
+        finish(run, rising(accuracy_of(run.config)))
+    assert any(
+        run.config.seed != gone.config.seed and run.config.attack == gone.config.attack for run in found.runs
+    )
+    maps = figures.heat_maps(figures.collect(found))["synthetic"]
+    assert sum(int((~one.complete).sum()) for one in maps) == 1
+
+
+def test_an_attacked_mean_and_averaging_without_attackers_are_told_apart():
+    drawn = figures.styles(["Mean", "DSGD", "DSGD-CDP", "CAF"])
+    assert len(set(drawn.values())) == 4
 
 
 def test_heat_maps_with_missing_runs(tmp_path):

@@ -92,15 +92,15 @@ def test_unknown_convolution_is_named():
 
 
 @pytest.mark.parametrize("convolution", models.CONVOLUTIONS)
-def test_squared_norms_are_those_of_the_examples_gradients(params, batch, convolution):
+def test_norms_are_those_of_the_examples_gradients(params, batch, convolution):
     model = models.cnn(convolution=convolution, mean=0.3, std=0.5)
     one = jax.grad(lambda p, x, y: model.loss(p, x[None], y[None]))
     each = jax.jit(jax.vmap(one, (None, 0, 0)))(params, *batch)
     squares = sum(
         np.sum(np.square(leaf, dtype=np.float64).reshape(6, -1), 1) for leaf in jax.tree.leaves(each)
     )
-    found = jax.jit(model.examples.squared_norms)(params, *batch)
-    np.testing.assert_allclose(found, squares, rtol=2e-5)
+    found = jax.jit(lambda *args: model.examples(*args).norms)(params, *batch)
+    np.testing.assert_allclose(found, np.sqrt(squares), rtol=2e-5)
     # Each layer counts: without the smallest part the sums would be off by more than that.
     parts = [np.sum(np.square(leaf).reshape(6, -1), 1) / squares for leaf in jax.tree.leaves(each)]
     assert min(part.max() for part in parts) > 1e-4
@@ -109,7 +109,7 @@ def test_squared_norms_are_those_of_the_examples_gradients(params, batch, convol
 @pytest.mark.parametrize("convolution", models.CONVOLUTIONS)
 def test_examples_are_clipped_as_one_by_one(params, batch, convolution):
     model = models.cnn(convolution=convolution)
-    norms = np.sqrt(model.examples.squared_norms(params, *batch))
+    norms = model.examples(params, *batch).norms
     clip_norm = float(np.median(norms))  # so half of them are clipped
     slow = jax.jit(clipping.example_level(model.loss, clip_norm), static_argnums=4)
     fast = jax.jit(clipping.example_level(model.loss, clip_norm, model.examples), static_argnums=4)
@@ -120,8 +120,7 @@ def test_examples_are_clipped_as_one_by_one(params, batch, convolution):
         assert 0 < found.clipped < 1
 
 
-def test_what_is_not_present_is_not_computed(params, batch):
-    """Places behind the last example cost nothing; an empty batch gives 0."""
+def test_places_without_an_example_give_nothing(params, batch):
     model = models.cnn()
     gradient = jax.jit(clipping.example_level(model.loss, 1.0, model.examples), static_argnums=4)
     images, labels = (jnp.concatenate([jnp.asarray(leaf)] * 5) for leaf in batch)
@@ -138,7 +137,7 @@ def test_an_example_that_overflows_gives_nothing(params, batch):
     huge = jax.tree.map(lambda leaf: 1e15 * leaf if leaf.ndim > 1 else 0 * leaf, params)
     black, white = jnp.zeros((1, 28, 28, 1), jnp.uint8), jnp.full((1, 28, 28, 1), 255, jnp.uint8)
     images, labels = jnp.concatenate([black, white, black]), jnp.array([1, 2, 3])
-    norms = model.examples.squared_norms(huge, images, labels)
+    norms = model.examples(huge, images, labels).norms
     assert np.isfinite(norms).tolist() == [True, False, True]
     gradient = jax.jit(clipping.example_level(model.loss, 0.5, model.examples))
     found = gradient(huge, images, labels).gradient
@@ -149,14 +148,39 @@ def test_an_example_that_overflows_gives_nothing(params, batch):
     assert optax.global_norm(gradient(spoilt, images, labels).gradient) == 0
 
 
-def test_clipped_examples_stay_in_the_ball(params):
-    """In float64, from the gradient of one example alone, over many examples."""
-    model = models.cnn()
+def spoil(params, how):
+    """Parameters with which the backward pass cancels, so that its rounding is all there is."""
+    kernel = params["Dense_1"]["kernel"]
+    if how == "equal rows":  # then W (p - e_y) is 0 but for rounding
+        changed = {"kernel": jnp.broadcast_to(kernel[:, :1], kernel.shape), "bias": params["Dense_1"]["bias"]}
+        return params | {"Dense_1": changed}
+    if how == "saturated":  # p_y is 1 but for rounding
+        return params | {"Dense_0": jax.tree.map(lambda leaf: 1e4 * leaf, params["Dense_0"])}
+    if how == "tiny and huge":  # squares of g vanish while x g does not
+        first = jax.tree.map(lambda leaf: 1e15 * leaf, params["Dense_0"])
+        return params | {
+            "Dense_0": first,
+            "Dense_1": jax.tree.map(lambda leaf: 1e-22 * leaf, params["Dense_1"]),
+        }
+    return params
+
+
+@pytest.mark.parametrize("how", ["", "equal rows", "saturated", "tiny and huge"])
+def test_clipped_examples_stay_in_the_ball(params, how):
+    """In float64, from the gradient of one example alone, over many examples and hostile parameters."""
+    model, params = models.cnn(), spoil(params, how)
     rng = np.random.default_rng(3)
     images = rng.integers(0, 256, (40, 28, 28, 1), dtype=np.uint8)
     labels = rng.integers(0, 10, 40).astype(np.int32)
-    gradient = jax.jit(clipping.example_level(model.loss, 0.7, model.examples))
+    clip_norm = {"": 0.7, "equal rows": 1e-7, "saturated": 1e-3, "tiny and huge": 1e-8}[how]
+    gradient = jax.jit(clipping.example_level(model.loss, clip_norm, model.examples))
+    clipped = 0
     for image, label in zip(images, labels, strict=True):
-        leaves = jax.tree.leaves(gradient(params, image[None], label[None]).gradient)
+        found = gradient(params, image[None], label[None])
+        leaves = jax.tree.leaves(found.gradient)
         norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in leaves))
-        assert 0.7 * (1 - 3e-5) <= norm <= 0.7
+        assert norm <= clip_norm
+        clipped += int(found.clipped)
+        if found.clipped:
+            assert norm >= clip_norm * (1 - 3e-5)
+    assert clipped >= 20

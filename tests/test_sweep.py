@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from cafcor_jax import experiment, sweep
 from cafcor_jax.config import Config
 from cafcor_jax.errors import UserError
 from cafcor_jax.progress import Silent
+from cafcor_jax.workdir import Workdir
 from tests import tiny
 
 BASE = {
@@ -78,9 +81,8 @@ def test_the_product_of_panels_curves_and_axes(tmp_path):
     assert len({run.folder for run in baselines}) == 2
     assert len(found.distinct()) == 2 + 8
     assert [run.folder for run in found.distinct()] == list(dict.fromkeys(run.folder for run in found.runs))
-    # The axis wins over the panel.
-    over = make(tmp_path, panels={"one": {"attack": "zero"}}, attack=["alie"])
-    assert [run.config.attack for run in over.runs] == ["alie"]
+    with pytest.raises(UserError, match="attack is an axis, and panels set it too"):
+        make(tmp_path, panels={"one": {"attack": "zero"}}, attack=["alie"])
 
 
 def test_folders_are_named_by_what_decides_results():
@@ -105,6 +107,7 @@ def test_folders_are_named_by_what_decides_results():
         ("=1,2", "'=1,2' is not an axis"),
         ("seed=", "'seed=' has no values, so there is nothing to run"),
         ("seed=,", "has no values"),
+        ("foo=", "'foo' is not a setting"),
         ("agregator=caf", "'agregator' is not a setting: did you mean aggregator?"),
         ("seed=1,x", "seed='x' must be a whole number."),
         ("aggregator=caf,kaf", "aggregator='kaf' is not known: choose one of mean, caf"),
@@ -135,6 +138,15 @@ def test_a_wrong_panel_is_refused(text, sentence):
     assert sentence in str(error.value)
 
 
+def test_variants():
+    assert sweep.parse_variants(["a: secret_graph=regular:4", "b: seed=2"], "curve") == {
+        "a": {"secret_graph": "regular:4"},
+        "b": {"seed": 2},
+    }
+    with pytest.raises(UserError, match="There are two of --curve='a'"):
+        sweep.parse_variants(["a: seed=1", "a: seed=2"], "curve")
+
+
 def test_an_empty_sweep_is_refused(tmp_path):
     with pytest.raises(UserError, match="Nothing varies in this sweep"):
         make(tmp_path)
@@ -163,6 +175,9 @@ def test_a_sweep_is_run_once_and_grows(tmp_path):
         summary = json.loads((run.folder / "summary.json").read_text())
         assert float(row["final_accuracy"]) == summary["final_accuracy"]
         assert row["params_sha256"] == summary["params_sha256"]
+    with pytest.raises(UserError, match="holds a sweep with 3 runs that this one does not have"):
+        sweep.save(make(tmp_path, aggregator=["caf"], seed=[1]), folder)
+    assert sweep.load(folder) == grown
     # A run of a sweep is the run that the same settings are alone.
     alone = experiment.run(
         Config(**BASE | {"aggregator": "caf", "seed": 2, "workdir": str(tmp_path / "alone")})
@@ -218,6 +233,29 @@ def test_a_failed_run_does_not_stop_the_rest(tmp_path, monkeypatch):
     assert [status for _, status in ended] == ["done", "done"] and not failed
     assert [row["status"] for row in table(folder)] == ["done"] * 4
     assert not (folder / trace).exists()
+
+
+def test_a_run_in_another_process_is_left_to_it(tmp_path):
+    found, folder = make(tmp_path, seed=[1, 2]), tmp_path / "sweep"
+    with Workdir(found.runs[0].folder, found.runs[0].config):
+        ended, failed = run_all(found, folder)
+    assert [status for _, status in ended] == ["elsewhere", "done"] and not failed
+    assert [row["status"] for row in table(folder)] == ["missing", "done"]
+
+
+def test_a_baseline_is_one_row_of_a_panel(tmp_path):
+    found = make(
+        tmp_path,
+        panels={"one": {"rounds": 3}, "two": {"rounds": 2}},
+        curves={"DSGD": {"aggregator": "mean", "num_byzantine": 0, "attack": "none"}, "CAF": {}},
+        attack=["alie", "foe"],
+    )
+    sweep.save(found, tmp_path / "sweep")
+    sweep.write_table(found, tmp_path / "sweep")
+    rows = [(row["panel"], row["curve"], row["attack"]) for row in table(tmp_path / "sweep")]
+    assert sorted(rows) == sorted(
+        (panel, *of) for panel in ("one", "two") for of in (("DSGD", "none"), ("CAF", "alie"), ("CAF", "foe"))
+    )
 
 
 def test_damaged_runs_are_failures_with_a_sentence(tmp_path):
@@ -299,3 +337,32 @@ def test_every_sweep_file_can_be_run(file, capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     assert out.startswith(f"sweep {file.stem}: ")
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--sweep=seed=1,2", "--aggregatr=caf"], "aggregatr"),
+        ([], "Nothing varies in this sweep"),
+        (["--sweep=foo=1"], "'foo' is not a setting"),
+        (["--panel=a: rounds=3", "--rounds=4"], "--rounds is given, and panels set it too"),
+        (["--sweep=num_byzantine=1,200"], "cannot run [num_byzantine=200]: num_byzantine=200 is too many"),
+    ],
+)
+def test_the_script_says_what_is_wrong(arguments, sentence, tmp_path):
+    command = [sys.executable, "scripts/sweep.py", *arguments, f"--sweep_dir={tmp_path / 'x'}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and sentence in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_name_comes_from_the_flagfile(tmp_path):
+    from scripts import sweep as script
+
+    file = tmp_path / "mine.cfg"
+    file.write_text("--sweep=seed=1,2\n")
+    for arguments in ([f"--flagfile={file}"], ["--flagfile", str(file)]):
+        values = script.read_flags(["scripts/sweep.py", *arguments])
+        found, folder = script.describe_sweep(values, ["scripts/sweep.py", *arguments])
+        assert found.name == "mine" and folder == Path("runs/mine")

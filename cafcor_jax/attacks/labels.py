@@ -14,8 +14,9 @@ from cafcor_jax.types import Array, Attack, Updates
 class LabelAttack:
     """An attack that does not look at the honest messages but at gradients on poisoned labels.
 
-    The federation calls it with what the gradients of the honest workers' batches would be with the labels
+    The federation calls it with the gradients of batches of the honest workers' data with the labels
     `poison(labels)`: neither clipped nor noisy, and without momentum, for malicious workers keep to no rule.
+    They are the batches that the honest workers use themselves, unless those are Poisson samples.
     """
 
     poison: Callable[[Array], Array]
