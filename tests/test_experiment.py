@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from cafcor_jax import aggregators, experiment, privacy
 from cafcor_jax.config import Config
@@ -21,22 +20,7 @@ from cafcor_jax.progress import Silent
 from cafcor_jax.workdir import Workdir, read_metrics
 from tests import tiny
 from tests.test_tensorboard import scalars
-
-
-def configure(settings):
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()  # or it keeps to what it found at its first use
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Nearly all runs here are the same program; those that resume take it from the cache, as a user's do."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    configure(dict(zip(names, (str(tmp_path_factory.mktemp("xla")), 0.0), strict=True)))
-    yield
-    configure(before)
+from tests.tiny import compile_once  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(autouse=True)

@@ -444,6 +444,7 @@ def test_other_horizontal_axes(tmp_path):
     assert any(
         "Left out, no finite epsilon: none (demo)." in text.replace("\n", " ") for text in texts(figure)
     )
+    (tmp_path / "sweep" / "sweep.json").unlink()  # another sweep over some of the same runs
     endless = figures.collect(plan(tmp_path, axes={"seed": [1, 2]}, threat_model="none"))
     (axes,) = figures.curves(endless, x="epsilon").findobj(matplotlib.axes.Axes)
     assert [text.get_text() for text in axes.texts] == ["no finite epsilon"]

@@ -238,7 +238,7 @@ def test_a_run_with_a_budget_without_an_end(tmp_path):
     for run in found.runs:
         finish(run, rising(50))
     rows = Page(page(figures.collect(found))).table("panel", "method")
-    assert rows[1][3:6] == ["0", "0", "inf"] and rows[1][-1] == "–"
+    assert rows[1][3:6] == ["0", "0", "not set"] and rows[1][-1] == "–"
 
 
 # In a browser.

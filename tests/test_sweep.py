@@ -15,6 +15,7 @@ from cafcor_jax.errors import UserError
 from cafcor_jax.progress import Silent
 from cafcor_jax.workdir import Workdir
 from tests import tiny
+from tests.tiny import compile_once  # noqa: F401 (a fixture)
 
 BASE = {
     "dataset": "synthetic",

@@ -2,6 +2,8 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from cafcor_jax import experiment, models
 from cafcor_jax.data import synthetic
@@ -26,3 +28,19 @@ def use(monkeypatch):
     """Puts them in the place of the CNN and of every dataset."""
     monkeypatch.setattr(experiment.models, "cnn", model)
     monkeypatch.setattr(experiment.data, "load", lambda *args, **kwargs: DATASET)
+
+
+def configure(settings):
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # or it keeps to what it found at its first use
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory):
+    """Nearly all runs of a file are the same program: later ones take it from the cache, as a user's do."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    configure(dict(zip(names, (str(tmp_path_factory.mktemp("xla")), 0.0), strict=True)))
+    yield
+    configure(before)
