@@ -356,7 +356,7 @@ def test_tiny_and_huge_messages(name, scale):
     np.testing.assert_allclose(send(name, x)[0], want, rtol=1e-4, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize("name", sorted(set(attacks.BY_NAME) - NOT_FINITE))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - NOT_FINITE))
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 def test_finite_at_the_end_of_the_range(name, dtype):
     largest = 0.9 * float(jnp.finfo(dtype).max)
