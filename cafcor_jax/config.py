@@ -476,12 +476,14 @@ def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
       ``data_dir``, ``idx_dir``, ``checkpoint_every``, ``tensorboard``) are left out: a resumed run may change
       them.
     """
-    pairs = {
-        field.name: (getattr(a, field.name), getattr(b, field.name))
-        for field in dataclasses.fields(Config)
-        if field.metadata["result"]
-    }
-    return {name: (x, y) for name, (x, y) in pairs.items() if x != y}
+    others = decisive(b)
+    return {name: (value, others[name]) for name, value in decisive(a).items() if value != others[name]}
+
+
+def decisive(settings: Config) -> dict[str, Any]:
+    """The settings that decide the results, by name."""
+    names = [field.name for field in dataclasses.fields(Config) if field.metadata["result"]]
+    return {name: getattr(settings, name) for name in names}
 
 
 def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:

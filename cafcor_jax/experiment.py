@@ -28,7 +28,7 @@ import numpy as np
 import optax
 
 from cafcor_jax import aggregators, attacks, chacha, data, grid, models, planner, privacy, tensorboard
-from cafcor_jax.config import Config
+from cafcor_jax.config import Config, decisive
 from cafcor_jax.data import cache
 from cafcor_jax.errors import UserError
 from cafcor_jax.federation import Data, Federation, Info, State, federation, random_flip
@@ -319,11 +319,7 @@ class Programs:
           (key, state, data) -> (state, infos), which donates the state; (params, images, labels) -> (loss,
           accuracy).
         """
-        settings = {
-            field.name: getattr(experiment.config, field.name)
-            for field in dataclasses.fields(Config)
-            if field.metadata["result"] and field.name != "seed"
-        }
+        settings = decisive(experiment.config) | {"seed": None}
         # The plan too: it can hang on the seed through the sizes of the workers' data and the secret graph.
         name = json.dumps([settings, experiment.plan.to_dict(), length, str(jax.tree.map(jax.typeof, args))])
         if name not in self._kept:

@@ -29,7 +29,7 @@ from cafcor_jax import experiment
 from cafcor_jax.config import Config
 from cafcor_jax.errors import InUseError, UserError
 from cafcor_jax.progress import Progress
-from cafcor_jax.workdir import strict
+from cafcor_jax.workdir import strict, write_whole
 
 # Of the paper's CNN on 2 CPU cores, for an estimate before anything has been timed: seconds for the gradient
 # of one example by the privacy level, for one number of noise, of a pair's noise, and of the rest of a round
@@ -232,19 +232,16 @@ def plan(
 
 
 def _varied(runs: Sequence[Run]) -> tuple[str, ...]:
-    names = [field.name for field in dataclasses.fields(Config) if field.metadata["result"]]
-    return tuple(name for name in names if len({getattr(run.config, name) for run in runs}) > 1)
+    settings = [config_lib.decisive(run.config) for run in runs]
+    return tuple(name for name in settings[0] if len({one[name] for one in settings}) > 1)
 
 
 def folder_name(config: Config) -> str:
     """A name that only runs with the same results share."""
     # Of settings at their defaults nothing is hashed: a setting that is added later renames no folder.
-    decisive = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(Config)
-        if field.metadata["result"] and getattr(config, field.name) != field.default
-    }
-    digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:10]
+    defaults = config_lib.decisive(Config())
+    chosen = {name: value for name, value in config_lib.decisive(config).items() if value != defaults[name]}
+    digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:10]
     return (
         f"{config.dataset}_{config.threat_model}_{config.aggregator}_{config.attack}_"
         f"f{config.num_byzantine}_seed{config.seed}_{digest}"
@@ -261,7 +258,11 @@ def save(sweep: Sweep, sweep_dir: str | os.PathLike[str]) -> None:
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "sweep.json").exists():
         raise UserError(f"The folder {folder} holds other files and no sweep: give another --sweep_dir.")
     if (folder / "sweep.json").exists():
-        lost = {run.folder.name for run in load(folder).runs} - {run.folder.name for run in sweep.runs}
+        try:
+            before = load(folder).runs
+        except UserError:  # It is damaged: this makes it anew.
+            before = ()
+        lost = {run.folder.name for run in before} - {run.folder.name for run in sweep.runs}
         if lost:
             raise UserError(
                 f"The folder {folder} holds a sweep with {len(lost)} runs that this one does not have: give "
@@ -284,7 +285,7 @@ def save(sweep: Sweep, sweep_dir: str | os.PathLike[str]) -> None:
             for run in sweep.runs
         ],
     }
-    _write(folder / "sweep.json", json.dumps(strict(stored), indent=1) + "\n")
+    write_whole(folder / "sweep.json", (json.dumps(strict(stored), indent=1) + "\n").encode())
 
 
 def load(sweep_dir: str | os.PathLike[str]) -> Sweep:
@@ -374,7 +375,7 @@ def write_table(sweep: Sweep, sweep_dir: str | os.PathLike[str]) -> None:
     writer.writeheader()
     # A baseline that a panel shares with itself, under several values of an axis, is one result.
     writer.writerows(dict(row) for row in dict.fromkeys(tuple(row.items()) for row in rows))
-    _write(Path(sweep_dir) / "results.csv", text.getvalue())
+    write_whole(Path(sweep_dir) / "results.csv", text.getvalue().encode())
 
 
 def run_all(
@@ -411,13 +412,13 @@ def run_all(
         except UserError as error:
             failed[run.folder.name] = str(error)
         except Exception as error:  # A bug or the machine: the other runs go on, and the trace is kept.
-            _write(trace, traceback.format_exc())
+            write_whole(trace, traceback.format_exc().encode())
             first = (str(error).strip() or "no message").splitlines()[0]
             failed[run.folder.name] = f"{type(error).__name__}: {first} (the whole trace: {trace.name})"
-        _write(Path(sweep_dir) / "failures.json", json.dumps(failed, indent=1) + "\n")
+        write_whole(Path(sweep_dir) / "failures.json", (json.dumps(failed, indent=1) + "\n").encode())
         write_table(sweep, sweep_dir)
         finished(run, outcome(run, failed))
-    _write(Path(sweep_dir) / "failures.json", json.dumps(failed, indent=1) + "\n")
+    write_whole(Path(sweep_dir) / "failures.json", (json.dumps(failed, indent=1) + "\n").encode())
     write_table(sweep, sweep_dir)
     names = {run.folder.name for run in sweep.runs}
     return {name: why for name, why in failed.items() if name in names}
@@ -455,14 +456,3 @@ def estimate(sweep: Sweep) -> tuple[float, float]:
     programs = {json.dumps(run.config.to_dict() | {"seed": 0, "workdir": ""}) for run in missing}
     seconds = factor * sum(estimated_seconds(run.config) for run in missing)
     return seconds + len(programs) * _COMPILATION, factor
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file such that readers see the old one or the whole new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from None

@@ -20,7 +20,6 @@ Example:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -33,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from cafcor_jax.errors import UserError
-from cafcor_jax.workdir import read_metrics
+from cafcor_jax.workdir import read_metrics, writing
 
 #: Where the columns of metrics.csv are found in TensorBoard.
 TAGS = {
@@ -95,7 +94,7 @@ class Writer:
             )
         if not 0 <= num_honest <= weights.shape[1]:
             raise ValueError(f"num_honest={num_honest} must be from 0 to the {weights.shape[1]} workers.")
-        with _writing(self.path):
+        with writing(self.path):
             for row, weight, moment in zip(rows, weights, _times(rows), strict=True):
                 values = [*self._scalars(row), *self._histograms(weight, num_honest)]
                 self._write(moment, int(row["round"] or 0), summary=self._library.Summary(value=values))
@@ -103,7 +102,7 @@ class Writer:
 
     def close(self) -> None:
         """Closes the file; all of it is written."""
-        with _writing(self.path):
+        with writing(self.path):
             self._records.close()
 
     def _scalars(self, row: Mapping[str, float | None]) -> Iterator[Any]:
@@ -154,7 +153,7 @@ def writer(folder: str | os.PathLike[str], settings: Mapping[str, Any] | None = 
     library = _library()
     now = time.time_ns() // 1000
     path = Path(folder) / _NAME.format(seconds=now // 10**6, microseconds=now % 10**6)
-    with _writing(path):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for old in path.parent.glob(_OURS):
             old.unlink()
@@ -254,12 +253,3 @@ def _library() -> types.SimpleNamespace:
         Summary=Summary,
         text=text,
     )
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turns the operating system's refusal to write into a sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from None

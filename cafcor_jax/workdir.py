@@ -102,7 +102,7 @@ class Workdir:
         self._lock.close()
 
     def _open(self) -> IO[str]:
-        with _writing(self.path):
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = open(self.path / _LOCK, "a")
         if fcntl is not None:
@@ -121,7 +121,7 @@ class Workdir:
         """Raises if the folder is somebody else's."""
         if not self.path.is_dir():
             return
-        with _writing(self.path):
+        with writing(self.path):
             names = sorted(entry.name for entry in self.path.iterdir())
         others = [name for name in names if name != _LOCK and not name.startswith(_TEMPORARY)]
         if others and "config.json" not in others:
@@ -156,7 +156,7 @@ class Workdir:
 
     def _remove_leftovers(self) -> None:
         """Removes what a killed process was writing."""
-        with _writing(self.path):
+        with writing(self.path):
             for leftover in (*self.path.glob(f"{_TEMPORARY}*"), *self._checkpoints.glob(f"{_TEMPORARY}*")):
                 if leftover.is_dir():
                     shutil.rmtree(leftover)
@@ -199,7 +199,7 @@ class Workdir:
           writer: writes it to the path that it is given.
         """
         temporary = self.path / f"{_TEMPORARY}{name}"
-        with _writing(self.path / name):
+        with writing(self.path / name):
             writer(temporary)
             os.replace(temporary, self.path / name)
 
@@ -255,7 +255,7 @@ class Workdir:
         Args:
           rows: by column; None for what was not measured.
         """
-        with _writing(self.path / "metrics.csv"), open(self.path / "metrics.csv", "a") as file:
+        with writing(self.path / "metrics.csv"), open(self.path / "metrics.csv", "a") as file:
             for row in rows:
                 file.write(",".join(_cell(row[column]) for column in COLUMNS) + "\n")
 
@@ -289,7 +289,7 @@ class Workdir:
         target = self._checkpoints / str(round)
         # Absolute, as orbax wants it.
         temporary = (self._checkpoints / f"{_TEMPORARY}{round}").absolute()
-        with _writing(target):
+        with writing(target):
             self._checkpoints.mkdir(exist_ok=True)
             with ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(temporary, tree)
@@ -406,12 +406,21 @@ def strict(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Turns the operating system's refusal to write into a sentence."""
     try:
         yield
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or _line(error)}.") from None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file such that readers see the old one or the whole new one, in a folder that many may use."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
 
 
 def _read_json(path: Path, way_out: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from absl import flags
 
 from cafcor_jax import cli, figures, report, sweep
 from cafcor_jax.errors import UserError
+from cafcor_jax.workdir import write_whole
 
 
 def read_flags(argv: Sequence[str]) -> flags.FlagValues:
@@ -76,17 +77,9 @@ def draw(results: figures.Results, values: flags.FlagValues, argv: Sequence[str]
 
 def write(folder: Path, files: dict[str, bytes]) -> None:
     """Writes files such that readers see the old ones or whole new ones."""
-    path = folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            path = folder / name
-            temporary = folder / f".{name}.tmp"
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
-            print(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from None
+    for name, content in files.items():
+        write_whole(folder / name, content)
+        print(folder / name)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -86,7 +86,8 @@ def main(argv: Sequence[str]) -> int:
     values = read_flags(argv)
     found, folder = describe_sweep(values, argv)
     runs = found.distinct()
-    done = sum(sweep.outcome(run).status == "done" for run in runs)
+    finished = [run.folder.name for run in runs if sweep.outcome(run).status == "done"]
+    done = len(finished)
     seconds, factor = sweep.estimate(found)
     basis = f"{factor:.1f} times as slow as 2 quiet CPU cores" if done else "on 2 quiet CPU cores"
     print(
@@ -106,7 +107,6 @@ def main(argv: Sequence[str]) -> int:
     if done < len(runs):
         experiment.cache_compilations(runs[0].config)
     work = {run.folder.name: sweep.estimated_seconds(run.config) for run in runs}
-    finished = [run.folder.name for run in runs if sweep.outcome(run).status == "done"]
     with SweepProgress(work, finished) as progress:
         failed = sweep.run_all(
             found,

@@ -287,8 +287,11 @@ def test_a_folder_that_holds_another_run_is_no_result(tmp_path):
 )
 def test_a_damaged_sweep_is_refused(tmp_path, content):
     (tmp_path / "sweep.json").write_text(content)
-    with pytest.raises(UserError, match=r"sweep\.json is damaged"):
+    with pytest.raises(UserError, match=r"sweep\.json is damaged .* the command of the sweep makes it anew"):
         sweep.load(tmp_path)
+    found = make(tmp_path, seed=[1])
+    sweep.save(found, tmp_path)
+    assert sweep.load(tmp_path) == found
 
 
 def test_foreign_folders_are_refused(tmp_path):
