@@ -1,7 +1,7 @@
 """`scripts/benchmark.py`, called in this process, on messages so small that only compiling takes time."""
 
 import csv
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -16,10 +16,7 @@ SMALL = ("--n=6", "--f=1", "--dims=2000", "--repeats=1", "--nomemory", "--nopeer
 
 @pytest.fixture(scope="module")
 def benchmark():
-    specification = importlib.util.spec_from_file_location("benchmark_script", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return importlib.import_module("scripts.benchmark")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """`scripts/plot.py`: what it writes and prints, and what it says to bad input."""
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -18,10 +18,7 @@ ALWAYS = ["figure.png", "figure.pdf", "report.html"]
 
 @pytest.fixture(scope="module")
 def script():
-    specification = importlib.util.spec_from_file_location("plot_script", ROOT / "scripts" / "plot.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return importlib.import_module("scripts.plot")
 
 
 @pytest.fixture

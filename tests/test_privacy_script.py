@@ -1,7 +1,7 @@
 """`scripts/privacy.py` and `cafcor_jax.planner`: what is shown is what the library says."""
 
 import dataclasses
-import importlib.util
+import importlib
 import inspect
 import json
 import math
@@ -28,10 +28,7 @@ EXAMPLE = SMALL | {"privacy_level": "example", "batch_size": 20}
 
 @pytest.fixture(scope="module")
 def script():
-    specification = importlib.util.spec_from_file_location("privacy_script", ROOT / "scripts" / "privacy.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return importlib.import_module("scripts.privacy")
 
 
 @pytest.fixture
