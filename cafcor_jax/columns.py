@@ -6,6 +6,7 @@ accelerator, so whatever is done to a block costs one pass over the memory.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -41,6 +42,11 @@ def num_workers(updates: Updates) -> int:
     return counts[0]
 
 
+def num_coordinates(updates: Updates) -> int:
+    """Returns d, the numbers in one worker's message."""
+    return sum(leaf.size // leaf.shape[0] for leaf in jax.tree.leaves(updates))
+
+
 def as_rows(leaf: Array) -> Array:
     """Views a leaf [n, ...] as [n, size]."""
     return leaf.reshape(leaf.shape[0], -1)
@@ -61,6 +67,12 @@ def row_groups(updates: Updates) -> list[Array]:
 def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype sums are kept in: float32, or float64 for float64 inputs."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def common_dtype(updates: Updates) -> jnp.dtype:
+    """The dtype of what all leaves have a part in, as the workers' weights."""
+    dtypes = [accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(updates)]
+    return functools.reduce(jnp.promote_types, dtypes)
 
 
 def cpu_block(n: int) -> int:

@@ -37,6 +37,7 @@ CORRELATED = ("secldp", "byzldp")
 # A field's own check: what is allowed, in words that follow "must be", and the test itself.
 _Check = tuple[str, Callable[[Any], bool]]
 
+_PROBABILITY = ("between 0 and 1, both excluded", lambda value: 0 < value < 1)
 _POSITIVE: _Check = ("greater than 0", lambda value: value > 0)
 _NOT_NEGATIVE: _Check = ("0 or greater", lambda value: value >= 0)
 _AT_LEAST_ONE: _Check = ("at least 1", lambda value: value >= 1)
@@ -139,7 +140,7 @@ class Config:
     attack_factor: float | None = _field(
         None,
         "Strength of the attack, for those that have one (alie: standard deviations from the mean; foe: "
-        "times the mean; gaussian: standard deviation).",
+        "times the mean; gaussian: standard deviation; bias and its kin: length).",
         group="Workers and attack",
         unset="the attack's own",
     )
@@ -147,7 +148,14 @@ class Config:
         "caf",
         "How the server combines the workers' updates.",
         group="Workers and attack",
-        choices=aggregators.BY_NAME,
+        choices=(*aggregators.BY_NAME, *aggregators.OVER_ROUNDS),
+    )
+    false_alarm: float = _field(
+        1e-3,
+        "For caf_noise_aware and caf_history: the chance that honest workers break the law of their noise in "
+        "a round.",
+        group="Workers and attack",
+        check=_PROBABILITY,
     )
     pre_aggregator: str = _field(
         "none",
@@ -187,7 +195,7 @@ class Config:
         1e-4,
         "The delta of the privacy budget.",
         group="Privacy",
-        check=("between 0 and 1, both excluded", lambda value: 0 < value < 1),
+        check=_PROBABILITY,
     )
     accountant: str = _field(
         "rdp",

@@ -28,6 +28,7 @@ import numpy as np
 import optax
 
 from cafcor_jax import aggregators, attacks, chacha, data, grid, models, planner, privacy, tensorboard
+from cafcor_jax.aggregators import StatefulRule
 from cafcor_jax.config import Config, decisive
 from cafcor_jax.data import cache
 from cafcor_jax.errors import UserError
@@ -72,8 +73,8 @@ class Experiment:
     plan: privacy.PrivacyPlan
     key: Array
     model: models.Model
-    aggregator: Aggregator
-    attack: Attack
+    aggregator: Aggregator | StatefulRule
+    attack: Attack | attacks.adaptive.AgainstRound
     augment: Callable[[Array, Array], Array] | None
     federation: Federation
     data: Data
@@ -137,6 +138,11 @@ class Experiment:
         if epsilons:
             spent = ", ".join(f"{value:.2f} ({name})" for name, value in epsilons.items())
             lines.append(f"  epsilon of the whole run, by accountant: {spent}")
+        if isinstance(self.attack, attacks.ProtocolAttack) and self.plan.threat_model == "secldp":
+            lines.append(
+                "  these malicious workers add the noise of their pairs, so that all of it cancels in the "
+                "sum: against them the budget does not hold (docs/privacy.md)"
+            )
         lines.append(f"results: {config.workdir}")
         return "\n".join(lines)
 
@@ -160,6 +166,8 @@ class Summary:
       honest_share: of all workers.
       rounds_beyond_f: rounds in which more messages than f were not finite, so that nothing was left to
         filter with.
+      rounds_without_law: rounds in which more than f workers broke the law of honest noise, so that a rule
+        that knows it did without.
       params_sha256: of the final parameters: equal for runs that are equal to the last bit.
       workdir: where everything is.
     """
@@ -176,6 +184,7 @@ class Summary:
     honest_weight: float
     honest_share: float
     rounds_beyond_f: int
+    rounds_without_law: int = 0
     params_sha256: str
     workdir: str
 
@@ -184,7 +193,10 @@ class Summary:
         """The summary that summary.json holds."""
         try:
             kinds = {"int": int, "float": float, "str": str}  # JSON has no infinity: it is stored as text
-            return cls(**{f.name: kinds[str(f.type)](values[f.name]) for f in dataclasses.fields(cls)})
+            given = [
+                f for f in dataclasses.fields(cls) if f.name in values or f.default is dataclasses.MISSING
+            ]
+            return cls(**{f.name: kinds[str(f.type)](values[f.name]) for f in given})
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"summary.json holds no summary of a run ({type(error).__name__}: {error}): delete it, and "
@@ -206,6 +218,11 @@ class Summary:
             filtering += (
                 f"; in {self.rounds_beyond_f} rounds more than f messages were not finite, "
                 "and the others were aggregated with no defence left"
+            )
+        if self.rounds_without_law:
+            filtering += (
+                f"; in {self.rounds_without_law} rounds more than f workers broke the law of honest noise, "
+                "so its parameters were not those of the messages, and plain CAF was used"
             )
         speed = self.rounds / max(self.seconds, 1e-9)
         return "\n".join(
@@ -268,7 +285,7 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
     with progress.phase("calibrating the noise"), _user_errors():
         plan = _plan(config, int(federated.sizes.min()))
         model = models.cnn(mean=dataset.mean, std=dataset.std, num_classes=dataset.num_classes)
-        aggregator = _aggregator(config)
+        aggregator = _aggregator(config, plan)
         attack = _attack(config, aggregator, dataset.num_classes)
         augment = random_flip if dataset.flip else None
         rounds = federation(
@@ -585,12 +602,32 @@ def _row(
         "honest_weight": float(info.honest_weight[index]),
         "separation": separation(np.asarray(info.weights[index]), num_honest),
         "not_finite": int(info.not_finite[index]),
+        "flagged": int(info.flagged[index].sum()),
+        "false_alarms": int(info.flagged[index][:num_honest].sum()),
+        "law_fits": int(info.law_fits[index]),
         "seconds": seconds,
     }
 
 
-def _aggregator(config: Config) -> Aggregator:
+def _aggregator(config: Config, plan: privacy.PrivacyPlan) -> Aggregator | StatefulRule:
     n, f = config.num_workers, config.num_byzantine
+    if config.aggregator in aggregators.OVER_ROUNDS:
+        if config.pre_aggregator != "none":
+            raise UserError(
+                f"pre_aggregator={config.pre_aggregator!r} does not go with aggregator="
+                f"{config.aggregator!r}, which knows the law of the workers' own messages: use 'none'."
+            )
+        # A Poisson batch may be larger than the size its sum is divided by.
+        largest = (plan.largest_batch or 1) / (plan.batch_size or 1) if plan.level == "example" else 1.0
+        return aggregators.OVER_ROUNDS[config.aggregator](
+            num_byzantine=f,
+            momentum=config.momentum,
+            sigma_ind=plan.sigma_ind,
+            sigma_cor=plan.sigma_cor,
+            clip_norm=plan.clip_norm * largest if config.private else 0.0,
+            false_alarm=config.false_alarm,
+            graph=plan.graph,
+        )
     rule: Aggregator = aggregators.BY_NAME[config.aggregator](num_byzantine=f)
     if config.pre_aggregator != "none":
         rule = aggregators.compose(aggregators.mixing.BY_NAME[config.pre_aggregator](num_byzantine=f), rule)
@@ -599,14 +636,18 @@ def _aggregator(config: Config) -> Aggregator:
     return rule
 
 
-def _attack(config: Config, aggregator: Aggregator, num_classes: int) -> Attack:
+def _attack(
+    config: Config, aggregator: Aggregator | StatefulRule, num_classes: int
+) -> Attack | attacks.adaptive.AgainstRound:
     make = attacks.BY_NAME[config.attack]
     wanted = inspect.signature(make).parameters
+    if isinstance(aggregator, StatefulRule) and "aggregator" in wanted:
+        return attacks.adaptive.AgainstRound(make)
     known: dict[str, Any] = {"aggregator": aggregator, "num_classes": num_classes}
     if config.attack_factor is not None:
         known["factor"] = config.attack_factor
-    if config.aggregator in ("smea", "mda"):
-        known["search"] = attacks.adaptive.DIRECT  # Of all subsets of workers: each trial takes long.
+    if isinstance(aggregator, aggregators.LinearRule) and aggregator.is_slow:
+        known["search"] = attacks.adaptive.DIRECT
     return make(**{name: value for name, value in known.items() if name in wanted})
 
 
@@ -674,6 +715,7 @@ def _finish(experiment: Experiment, folder: Workdir, params: PyTree) -> Summary:
         honest_weight=float(metrics["honest_weight"].mean()),
         honest_share=config.num_honest / config.num_workers,
         rounds_beyond_f=int((metrics["not_finite"] > config.num_byzantine).sum()),
+        rounds_without_law=int((metrics["law_fits"] == 0).sum()),
         params_sha256=digest(params),
         workdir=config.workdir,
     )

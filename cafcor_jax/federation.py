@@ -17,10 +17,12 @@ import optax
 from jax import lax
 
 from cafcor_jax import clipping, grid, noise, secrets
-from cafcor_jax.aggregators import LinearRule
+from cafcor_jax.aggregators import Judged, LinearRule, StatefulRule
+from cafcor_jax.attacks.adaptive import AgainstRound
+from cafcor_jax.attacks.hidden import ProtocolAttack
 from cafcor_jax.attacks.labels import LabelAttack
 from cafcor_jax.attacks.vectors import honest_mean
-from cafcor_jax.columns import finite_workers
+from cafcor_jax.columns import finite_workers, num_workers
 from cafcor_jax.privacy import PrivacyPlan
 from cafcor_jax.types import Aggregator, Array, Attack, PyTree, Updates
 
@@ -40,8 +42,9 @@ class State(NamedTuple):
     """What the next round needs."""
 
     params: PyTree
-    momentum: PyTree  # leaves [h, ...]
+    momentum: PyTree  # leaves [h, ...]; [n, ...] if the malicious workers keep to the protocol too
     opt_state: optax.OptState
+    server: PyTree  # what a rule with a memory remembers; () for others
     round: Array  # int32: the round to come
 
 
@@ -55,6 +58,8 @@ class Info(NamedTuple):
     honest_weight: Array  # total weight of honest workers in the aggregate; NaN for rules without weights
     weights: Array  # [n]; NaN for rules without weights
     not_finite: Array  # how many messages were not finite; with more than f the result is not robust
+    flagged: Array  # [n] booleans: who broke the law of honest noise; nobody for rules that know none
+    law_fits: Array  # whether the messages can follow that law; if not, it was not used
 
 
 class Federation(NamedTuple):
@@ -84,8 +89,8 @@ def federation(
     *,
     loss_fn: clipping.LossFn,
     plan: PrivacyPlan,
-    aggregator: Aggregator,
-    attack: Attack,
+    aggregator: Aggregator | StatefulRule,
+    attack: Attack | AgainstRound,
     optimizer: optax.GradientTransformation,
     momentum: float,
     batch_size: int,
@@ -99,7 +104,7 @@ def federation(
     Args:
       loss_fn: (params, images, labels) -> mean loss of a batch.
       plan: the privacy plan; the noise is drawn from it, and the accountant reads the same object.
-      aggregator: the server's rule.
+      aggregator: the server's rule; one with a state is applied round after round.
       attack: what the malicious workers send.
       optimizer: the server's step, on the aggregate as if it were a gradient.
       momentum: beta of the workers' momentum.
@@ -127,39 +132,44 @@ def federation(
         )
     if grid_bits is not None and noise_mode == "projected":
         raise ValueError("noise_mode is 'projected', which has no grid: use 'pairwise'.")
+    if isinstance(attack, AgainstRound) and not isinstance(aggregator, StatefulRule):
+        raise ValueError("An attack against the rule of a round needs a rule with a state.")
     n, f = plan.num_workers, plan.num_byzantine
     h = n - f
+    # How many workers add noise and keep a momentum: malicious ones only if that is how they hide.
+    senders = n if isinstance(attack, ProtocolAttack) else h
     clipped_gradient = clipping.BY_LEVEL[plan.level](loss_fn, plan.clip_norm, examples)
     raw_gradient = clipping.user_level(loss_fn, math.inf)
 
     def noise_rows(key: Array, round_index: Array, size: int) -> Array:
-        """The noise of the honest workers in one round, [h, d]."""
+        """The noise of those who keep to the protocol in one round, [senders, d]."""
         streams = _streams(key)
-        rows = jnp.zeros((h, size))
+        rows = jnp.zeros((senders, size))
         if plan.sigma_ind > 0:
             rows = rows + noise.independent(
-                jax.random.split(streams.own, n)[:h], round_index, size, plan.sigma_ind
+                jax.random.split(streams.own, n)[:senders], round_index, size, plan.sigma_ind
             )
         if plan.sigma_cor > 0 and noise_mode == "pairwise":
             pair_keys = secrets.key_matrix(streams.pairs, n)
-            rows = rows + noise.pairwise(pair_keys, round_index, size, plan.sigma_cor, plan.graph)[:h]
+            rows = rows + noise.pairwise(pair_keys, round_index, size, plan.sigma_cor, plan.graph)[:senders]
         if plan.sigma_cor > 0 and noise_mode == "projected":
-            rows = rows + noise.projected(streams.pairs, n, round_index, size, plan.sigma_cor, plan.graph)[:h]
+            drawn = noise.projected(streams.pairs, n, round_index, size, plan.sigma_cor, plan.graph)
+            rows = rows + drawn[:senders]
         return rows
 
     def on_grid(key: Array, round_index: Array, gradients: Updates, bits: int) -> Updates:
         """Gradients and noise as whole multiples of 2^-bits, summed as integers."""
         streams = _streams(key)
-        flat = jnp.concatenate([leaf.reshape(h, -1) for leaf in jax.tree.leaves(gradients)], axis=1)
+        flat = jnp.concatenate([leaf.reshape(senders, -1) for leaf in jax.tree.leaves(gradients)], axis=1)
         size = flat.shape[1]
         grid.check_plan(plan, bits, size)
         total = grid.to_grid_toward_zero(flat, bits)
-        own_keys = jax.random.split(streams.own, n)[:h]
+        own_keys = jax.random.split(streams.own, n)[:senders]
         total = total + grid.independent(own_keys, round_index, size, plan.sigma_ind, bits)
         if plan.sigma_cor > 0:
             pair_keys = secrets.key_matrix(streams.pairs, n)
             rows = grid.pairwise(pair_keys, round_index, size, plan.sigma_cor, bits, plan.graph)
-            total = total + rows[:h]
+            total = total + rows[:senders]
         one = jax.tree.map(lambda leaf: leaf[0], gradients)
         return noise.like(one, grid.to_float(total, bits))
 
@@ -192,11 +202,19 @@ def federation(
                 batch_size=batch_size,
                 augment=augment,
             ).gradient
-        return attack(jax.random.fold_in(streams.attack, state.round), seen, f)
+        attack_key = jax.random.fold_in(streams.attack, state.round)
+        if not isinstance(attack, AgainstRound):
+            return attack(attack_key, seen, f)
+        assert isinstance(aggregator, StatefulRule)  # checked above
+        size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        return attack.make(aggregator.this_round(state.server, size))(attack_key, seen, f)
 
     def init(params: PyTree) -> State:
-        zeros = jax.tree.map(lambda leaf: jnp.zeros((h, *leaf.shape), leaf.dtype), params)
-        return State(params, zeros, optimizer.init(params), jnp.int32(0))
+        def zeros(workers: int) -> Updates:
+            return jax.tree.map(lambda leaf: jnp.zeros((workers, *leaf.shape), leaf.dtype), params)
+
+        server = aggregator.init(zeros(n)) if isinstance(aggregator, StatefulRule) else ()
+        return State(params, zeros(senders), optimizer.init(params), server, jnp.int32(0))
 
     def step(key: Array, state: State, data: Data) -> tuple[State, Info]:
         if plan.level == "example" and data.labels.shape[1] < (plan.samples_per_worker or 0):
@@ -214,12 +232,17 @@ def federation(
             largest_batch=plan.largest_batch if plan.sampling == "poisson" else None,
             augment=augment,
         )
-        honest = next_momentum(key, state, clipped.gradient)
-        messages = honest
-        if f:
-            malicious = malicious_messages(key, state, data, honest)
-            messages = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), honest, malicious)
-        aggregate, weights = aggregate_with_weights(aggregator, messages)
+        gradients = clipped.gradient
+        if f and isinstance(attack, ProtocolAttack):
+            attack_key = jax.random.fold_in(streams.attack, state.round)
+            gradients = _joined(gradients, attack.gradients(attack_key, gradients, f, state.round))
+        sent = next_momentum(key, state, gradients)
+        honest = jax.tree.map(lambda leaf: leaf[:h], sent)
+        messages = sent
+        if f and senders < n:
+            messages = _joined(sent, malicious_messages(key, state, data, honest))
+        judged, server = judge(aggregator, state.server, messages)
+        aggregate, weights = judged.aggregate, judged.weights
         updates, opt_state = optimizer.update(aggregate, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         info = Info(
@@ -230,8 +253,10 @@ def federation(
             honest_weight=weights[:h].sum(),
             weights=weights,
             not_finite=jnp.sum(~finite_workers(messages), dtype=jnp.int32),
+            flagged=judged.flagged,
+            law_fits=judged.law_fits,
         )
-        return State(params, honest, opt_state, state.round + 1), info
+        return State(params, sent, opt_state, server, state.round + 1), info
 
     return Federation(init, step)
 
@@ -274,11 +299,24 @@ def honest_gradients(
     return lax.map(worker, inputs, batch_size=min(h, _WORKERS_AT_ONCE))
 
 
-def aggregate_with_weights(aggregator: Aggregator, messages: Updates) -> tuple[PyTree, Array]:
-    """The aggregate and every worker's weight in it (NaN for a rule that is not linear)."""
+def _joined(first: Updates, last: Updates) -> Updates:
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, last)
+
+
+def judge(aggregator: Aggregator | StatefulRule, state: PyTree, messages: Updates) -> tuple[Judged, PyTree]:
+    """Applies a rule; a rule that is not linear has weights of NaN.
+
+    Returns:
+      The aggregate with every worker's weight, and the state for the next round.
+    """
+    if isinstance(aggregator, StatefulRule):
+        return aggregator.apply(state, messages)
+    n = num_workers(messages)
     if isinstance(aggregator, LinearRule):
-        return aggregator.with_weights(messages)
-    return aggregator(messages), jnp.full(jax.tree.leaves(messages)[0].shape[0], jnp.nan)
+        aggregate, weights = aggregator.with_weights(messages)
+    else:
+        aggregate, weights = aggregator(messages), jnp.full(n, jnp.nan)
+    return Judged(aggregate, weights, jnp.zeros(n, bool), jnp.asarray(True)), state
 
 
 def sample_without_replacement(key: Array, capacity: int, size: Array, batch_size: int) -> Array:

@@ -16,19 +16,18 @@ import collections
 import dataclasses
 import hashlib
 import io
-import itertools
 import math
 import textwrap
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
@@ -63,6 +62,7 @@ _FONTS: dict[Any, Any] = {
     "hatch.linewidth": 0.6,
     "pdf.fonttype": 42,  # TrueType: printers and journals refuse the default
 }
+_MISSING: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.5", "hatch": "////"}
 _LINE = 0.175  # inches a line of small text takes
 
 Dashes = str | tuple[int, tuple[float, ...]]
@@ -90,24 +90,25 @@ _LONG_DOT: Dashes = (0, (9.0, 2.0, 1.0, 2.0))
 _LOOSE: Dashes = (0, (1.0, 3.0))
 _TWO_DASHES: Dashes = (0, (5.0, 1.5, 5.0, 1.5, 1.0, 1.5))
 
-_METHODS = {
+# By all names of a method, in small letters and digits alone.
+_KNOWN = {
     # Figure 1: CafCor by threat model, in the colours and markers of scripts/privacy.py, and the baselines.
     "dsgdcdp": Style(ORANGE, "v", "--"),
     "dsgdldp": Style(PURPLE, "X", "--"),
-    "cafcorcdp": Style(BLACK, "D", _DASH_DOT),
-    "cafcorldp": Style(VERMILION, "s", _DOTTED),
-    "cafcorsecldp": Style(GREEN, "^", _DASH_DOT_DOT),
-    "cafcorbyzldp": Style(BLUE, "o", "-"),
+    "cafcorcdp cdp": Style(BLACK, "D", _DASH_DOT),
+    "cafcorldp ldp": Style(VERMILION, "s", _DOTTED),
+    "cafcorsecldp secldp": Style(GREEN, "^", _DASH_DOT_DOT),
+    "cafcorbyzldp byzldp": Style(BLUE, "o", "-"),
     "none": Style(GREY, "*", "--"),
     "dsgd": Style(GREY, "H", "--"),
     # Figure 2: rules.
-    "mean": Style(BLACK, "*", "--"),
-    "caf": Style(BLUE, "o", "-"),
+    "mean average": Style(BLACK, "*", "--"),
+    "caf cafcor": Style(BLUE, "o", "-"),
     "smea": Style(VERMILION, "s", _DASH_DOT),
-    "trimmedmean": Style(GREEN, "^", _DASH_DOT_DOT),
-    "median": Style(ORANGE, "v", _DOTTED),
-    "geometricmedian": Style(SKY, "D", _DENSE),
-    "multikrum": Style(PURPLE, "P", _LONG_DOT),
+    "trimmedmean cwtm tm": Style(GREEN, "^", _DASH_DOT_DOT),
+    "median cwmed": Style(ORANGE, "v", _DOTTED),
+    "geometricmedian gm": Style(SKY, "D", _DENSE),
+    "multikrum mk": Style(PURPLE, "P", _LONG_DOT),
     "meamed": Style(GREY, "X", _LOOSE),
     # The rules that the paper does not compare.
     "krum": Style(PURPLE, "<", _DOTTED),
@@ -115,19 +116,7 @@ _METHODS = {
     "monna": Style(GREEN, "p", _LONG_DOT),
     "centeredclipping": Style(SKY, "h", _DASH_DOT),
 }
-_ALIASES = {
-    "cafcor": "caf",
-    "cdp": "cafcorcdp",
-    "ldp": "cafcorldp",
-    "secldp": "cafcorsecldp",
-    "byzldp": "cafcorbyzldp",
-    "cwtm": "trimmedmean",
-    "tm": "trimmedmean",
-    "cwmed": "median",
-    "gm": "geometricmedian",
-    "mk": "multikrum",
-    "average": "mean",
-}
+_METHODS = {name: style for names, style in _KNOWN.items() for name in names.split()}
 # For names that are not known; dashes of baselines are not among them.
 _OTHERS = [
     Style(colour, marker, dashes)
@@ -156,23 +145,17 @@ def styles(labels: Iterable[str]) -> dict[str, Style]:
       >>> drawn["CWTM"] == drawn["trimmed_mean"], drawn["my rule"] == styles(["my rule"])["my rule"]
       (True, True)
     """
-    found: dict[str, Style] = {}
-    labels = list(dict.fromkeys(labels))
-    for label in labels:
-        plain = "".join(character for character in label.lower() if character.isalnum())
-        plain = _ALIASES.get(plain, plain)
-        if plain in _METHODS:
-            found[label] = _METHODS[plain]
+    names = {label: "".join(filter(str.isalnum, label.lower())) for label in labels}
+    found = {label: _METHODS[name] for label, name in names.items() if name in _METHODS}
     taken = set(found.values())
-    for label in sorted(set(labels) - set(found)):
+    for label in sorted(names.keys() - found.keys()):
         start = int.from_bytes(hashlib.sha256(label.encode()).digest()[:8], "big") % len(_OTHERS)
-        turn = _OTHERS[start:] + _OTHERS[:start]
+        free = [s for s in _OTHERS[start:] + _OTHERS[:start] if s not in taken] or [_OTHERS[start]]
         # Another colour first; when all colours are there, at least another marker or line.
         colours = {style.colour for style in taken}
-        free = [style for style in turn if style not in taken]
-        found[label] = next((s for s in free if s.colour not in colours), next(iter(free), turn[0]))
+        found[label] = next((style for style in free if style.colour not in colours), free[0])
         taken.add(found[label])
-    return {label: found[label] for label in labels}
+    return {label: found[label] for label in names}
 
 
 # Numbers.
@@ -274,25 +257,15 @@ class Results:
         """How much is missing, in words; empty if nothing is."""
         if not self.missing:
             return ""
-        why = {
-            "unfinished": "not finished",
-            "failed": "failed",
-            "corrupt": "cannot be read",
-        }
-        counts = [(sum(run.status == status for run in self.runs), words) for status, words in why.items()]
-        details = ", ".join(f"{count} {words}" for count, words in counts if count)
-        return f"partial: {self.missing} of {len(self.runs)} runs are missing" + (
-            f" ({details})" if details else ""
-        )
+        words = {"unfinished": "not finished", "failed": "failed", "corrupt": "cannot be read"}
+        counts = collections.Counter(run.status for run in self.runs)
+        details = ", ".join(f"{counts[status]} {word}" for status, word in words.items() if counts[status])
+        text = f"partial: {self.missing} of {len(self.runs)} runs are missing"
+        return f"{text} ({details})" if details else text
 
     def without_runs(self) -> list[tuple[str, str]]:
         """The curves that have no finished run, as (panel, method)."""
-        return [
-            (panel.label, curve.label)
-            for panel in self.panels
-            for curve in panel.curves
-            if not len(curve.final)
-        ]
+        return [(panel.label, c.label) for panel in self.panels for c in panel.curves if not len(c.final)]
 
 
 def read(run: sweep_lib.Run, failed: Mapping[str, str] | None = None) -> Loaded:
@@ -311,29 +284,27 @@ def read(run: sweep_lib.Run, failed: Mapping[str, str] | None = None) -> Loaded:
     path = run.folder / "metrics.csv"
     try:
         metrics = workdir.read_metrics(path)
-        _check(metrics, run, outcome.summary)
     except UnicodeDecodeError:
         return Loaded(run, "corrupt", error=f"{path} is not a text file.")
     except UserError as error:
         return Loaded(run, "corrupt", error=str(error))
+    wrong = _not_whole(metrics, run, outcome.summary)
+    if wrong:
+        return Loaded(run, "corrupt", error=f"{path} {wrong}.")
     return Loaded(run, "done", outcome.summary, metrics)
 
 
-def _check(metrics: dict[str, np.ndarray], run: sweep_lib.Run, summary: Summary) -> None:
-    """Raises if the metrics are not those of a whole run."""
-    path, rounds = run.folder / "metrics.csv", run.config.rounds
-    accuracy = metrics["test_accuracy"]
-    if not np.array_equal(metrics["round"], np.arange(1, rounds + 1)):
-        raise UserError(f"{path} does not have the rounds 1 to {rounds}, each once.")
+def _not_whole(metrics: dict[str, np.ndarray], run: sweep_lib.Run, summary: Summary) -> str:
+    """Why the metrics are not those of a whole run; empty if they are."""
+    accuracy, final = metrics["test_accuracy"], summary.final_accuracy
+    if not np.array_equal(metrics["round"], np.arange(1, run.config.rounds + 1)):
+        return f"does not have the rounds 1 to {run.config.rounds}, each once"
     measured = accuracy[~np.isnan(accuracy)]
     if not ((measured >= 0) & (measured <= 1)).all():
-        raise UserError(f"{path} has a test accuracy that is not between 0 and 1.")
-    # Numbers in the table have nine digits.
-    if not abs(accuracy[-1] - summary.final_accuracy) < 1e-6:
-        raise UserError(
-            f"{path} ends with the test accuracy {accuracy[-1]:.6g}, and summary.json beside it says "
-            f"{summary.final_accuracy:.6g}."
-        )
+        return "has a test accuracy that is not between 0 and 1"
+    if not abs(accuracy[-1] - final) < 1e-6:  # Numbers in the table have nine digits.
+        return f"ends with the test accuracy {accuracy[-1]:.6g}, and summary.json beside it says {final:.6g}"
+    return ""
 
 
 def collect(sweep: sweep_lib.Sweep, curves_by: str = "", failed: Mapping[str, str] | None = None) -> Results:
@@ -365,21 +336,12 @@ def collect(sweep: sweep_lib.Sweep, curves_by: str = "", failed: Mapping[str, st
         for label in labels:
             owner.setdefault(label, run.panel)
             groups.setdefault((label, method), {})[run.folder] = loaded[run.folder]
-    panels = sorted(owner, key=lambda label: _place(owner[label], sweep.panels))
-    curves = sorted(dict.fromkeys(methods), key=lambda method: _place(method, sweep.curves))
-    return Results(
-        sweep=sweep,
-        runs=tuple(loaded.values()),
-        panels=tuple(
-            Panel(
-                panel,
-                tuple(_curve(c, list(groups[panel, c].values())) for c in curves if (panel, c) in groups),
-            )
-            for panel in panels
-        ),
-        labels=tuple(curves),
-        curves_by=by,
+    order = sorted(dict.fromkeys(methods), key=lambda method: _place(method, sweep.curves))
+    panels = (
+        Panel(label, tuple(_curve(c, list(groups[label, c].values())) for c in order if (label, c) in groups))
+        for label in sorted(owner, key=lambda label: _place(owner[label], sweep.panels))
     )
+    return Results(sweep, tuple(loaded.values()), tuple(panels), tuple(order), by)
 
 
 def _place(label: str | None, order: Sequence[str]) -> int:
@@ -389,29 +351,27 @@ def _place(label: str | None, order: Sequence[str]) -> int:
 def _panel_labels(sweep: sweep_lib.Sweep, methods: Sequence[str], by: str) -> list[list[str]]:
     """The panels in which each run stands."""
     keys = [(run.panel, method) for run, method in zip(sweep.runs, methods, strict=True)]
-    others = [name for name in sweep.varied if name not in (by, "seed")]
-    splitting = _differing(keys, sweep.runs, others)
+    splitting = _differing(keys, sweep.runs, [name for name in sweep.varied if name not in (by, "seed")])
     own = [_join(run.panel, run, splitting) or sweep.name for run in sweep.runs]
     copies = collections.Counter((key, run.folder) for key, run in zip(keys, sweep.runs, strict=True))
-    inside = {
-        key: _differing([key] * len(runs), runs, splitting)
-        for key in dict.fromkeys(keys)
-        if (runs := [run for run, of in zip(sweep.runs, keys, strict=True) if of == key])
-    }
+    places = list(zip(sweep.runs, keys, own, strict=True))
+    unique = [(run, label) for run, key, label in places if copies[key, run.folder] == 1]
 
-    def places(run: sweep_lib.Run, key: tuple[str | None, str], label: str) -> list[str]:
+    def labels(run: sweep_lib.Run, key: tuple[str | None, str], label: str) -> list[str]:
         if copies[key, run.folder] == 1:
             return [label]
+        alike = [other for other, of, _ in places if of == key]
+        fixed = [
+            (name, getattr(run.config, name)) for name in _differing([key] * len(alike), alike, splitting)
+        ]
         fits = [
             there
-            for other, of, there in zip(sweep.runs, keys, own, strict=True)
-            if copies[of, other.folder] == 1
-            and other.panel == run.panel
-            and all(getattr(other.config, name) == getattr(run.config, name) for name in inside[key])
+            for other, there in unique
+            if other.panel == run.panel and all(getattr(other.config, name) == value for name, value in fixed)
         ]
         return list(dict.fromkeys(fits)) or [label]
 
-    return list(map(places, sweep.runs, keys, own))
+    return [labels(*place) for place in places]
 
 
 def _curves_by(sweep: sweep_lib.Sweep, asked: str) -> str:
@@ -455,35 +415,26 @@ def _differing(keys: Sequence[Hashable], runs: Sequence[sweep_lib.Run], names: S
 def _curve(label: str, runs: Sequence[Loaded]) -> Curve:
     metrics = [run.metrics for run in runs if run.metrics is not None]
     longest = max((len(one["round"]) for one in metrics), default=0)
-
-    def table(column: Callable[[dict[str, np.ndarray]], np.ndarray]) -> np.ndarray:
-        """[runs, rounds], NaN after the end of a run that is shorter than the others."""
-        rows = np.full((len(metrics), longest), np.nan)
-        for row, one in zip(rows, metrics, strict=True):
-            row[: len(one["round"])] = column(one)
-        return rows
-
-    accuracy = table(lambda one: 100 * one["test_accuracy"])
-    measured = np.isfinite(accuracy)
-    at = measured.any(axis=0)
-    accuracy, measured = accuracy[:, at], measured[:, at]
+    # Of accuracy, epsilon and seconds, [3, runs, rounds]; NaN after the end of a run that is shorter.
+    values = np.full((3, len(metrics), longest), np.nan)
+    for i, one in enumerate(metrics):
+        columns = 100 * one["test_accuracy"], one["epsilon"], one["seconds"].cumsum()
+        values[:, i, : len(one["round"])] = columns
+    at = np.isfinite(values[0]).any(axis=0)
+    values = values[:, :, at]
+    measured = np.isfinite(values[0])
     count = measured.sum(axis=0)
-
-    def mean(values: np.ndarray) -> np.ndarray:
-        return np.where(measured, values, 0).sum(axis=0) / count
-
-    centre = mean(accuracy)
-    squares = np.where(measured, (accuracy - centre) ** 2, 0).sum(axis=0)
-    std = np.sqrt(np.divide(squares, count - 1, out=np.full(len(count), np.nan), where=count > 1))
+    mean, epsilon, seconds = np.where(measured, values, 0).sum(axis=1) / count
+    squares = np.where(measured, (values[0] - mean) ** 2, 0).sum(axis=0)
     return Curve(
         label=label,
         rounds=np.flatnonzero(at) + 1,
-        epsilon=mean(table(lambda one: one["epsilon"])[:, at]),
-        seconds=mean(table(lambda one: one["seconds"].cumsum())[:, at]),
-        mean=centre,
-        std=std,
+        epsilon=epsilon,
+        seconds=seconds,
+        mean=mean,
+        std=np.sqrt(np.divide(squares, count - 1, out=np.full(len(count), np.nan), where=count > 1)),
         count=count,
-        final=np.array([100 * run.summary.final_accuracy for run in runs if run.done and run.summary]),
+        final=np.array([100 * run.summary.final_accuracy for run in runs if run.summary]),
         runs=tuple(runs),
     )
 
@@ -511,36 +462,26 @@ def curves(results: Results, *, x: str = "round", columns: int = 2) -> Figure:
         raise UserError(f"columns={columns} must be at least 1.")
     columns = min(columns, len(results.panels))
     width = max(2.8 * columns, 3.8)
-    shown = {
-        panel.label: [c for c in panel.curves if len(c.final) and np.isfinite(_x(c, x)).all()]
-        for panel in results.panels
-    }
-    drawn = [label for label in results.labels if any(c.label == label for cs in shown.values() for c in cs)]
+    shown = [[c for c in panel.curves if not _why_not(c, x)] for panel in results.panels]
+    drawn = [label for label in results.labels if any(c.label == label for cs in shown for c in cs)]
     style = styles(drawn)
-    notes = _notes(results, shown, x)
     with matplotlib.rc_context(_FONTS):
-        handles = [_handle(style[label]) for label in drawn]
-        words = [label + _seeds(results, label) for label in drawn]
-        titles = [_wrap(_title(panel), width / columns, 10) for panel in results.panels]
-        rows = math.ceil(len(results.panels) / columns)
-        above = max(title.count("\n") for title in titles) * _LINE
-        figure, top = _layout(width, rows * (2.05 + above), handles, words, notes)
-        grid = top.subplots(rows, columns, squeeze=False, sharey=True)
-        for place, axes in enumerate(grid.flat):
-            if place >= len(results.panels):
-                axes.set_visible(False)
-                continue
-            axes.set_title(titles[place], parse_math=False)
-            for curve in shown[results.panels[place].label]:
+        figure, _, grid = _layout(
+            [panel.label + " (partial)" * any(c.partial for c in panel.curves) for panel in results.panels],
+            columns=columns,
+            panel=(width / columns, 2.05),
+            size=(width, 0.0),
+            axes=(X[x], "Test accuracy (%)"),
+            legend={label + _seeds(results, label): Line2D([], [], **_line(style[label])) for label in drawn},
+            notes=_notes(results, shown, x),
+            sharey=True,
+        )
+        for axes, panel, inside in zip(grid.flat, results.panels, shown, strict=False):
+            for curve in inside:
                 shift = drawn.index(curve.label) / len(drawn)
                 _draw(axes, _x(curve, x), curve, style[curve.label], shift)
-            finished = any(len(curve.final) for curve in results.panels[place].curves)
+            finished = any(len(curve.final) for curve in panel.curves)
             _finish(axes, whole=x == "round", empty=f"no finite {x}" if finished else "no finished run")
-            if place % columns == 0:
-                axes.set_ylabel("Test accuracy (%)")
-            if place + columns >= len(results.panels):
-                axes.set_xlabel(X[x])
-            axes.tick_params(labelleft=place % columns == 0)
     return figure
 
 
@@ -548,8 +489,11 @@ def _x(curve: Curve, x: str) -> np.ndarray:
     return {"round": curve.rounds, "epsilon": curve.epsilon, "seconds": curve.seconds}[x]
 
 
-def _title(panel: Panel) -> str:
-    return panel.label + (" (partial)" if any(curve.partial for curve in panel.curves) else "")
+def _why_not(curve: Curve, x: str) -> str:
+    """Why a curve cannot be drawn; empty if it can."""
+    if not len(curve.final):
+        return "no finished run"
+    return "" if np.isfinite(_x(curve, x)).all() else f"no finite {x}"
 
 
 def _seeds(results: Results, label: str) -> str:
@@ -558,36 +502,28 @@ def _seeds(results: Results, label: str) -> str:
     counts = [(len(c.final), len(c.runs)) for c in found if c is not None and len(c.final)]
     if all(have == want for have, want in counts):
         return ""
-    have, want = zip(*counts, strict=True)
-    return f" ({_range(have)} of {_range(want)} seeds)"
+    have, want = (
+        f"{min(of)} to {max(of)}" if min(of) < max(of) else f"{min(of)}" for of in zip(*counts, strict=True)
+    )
+    return f" ({have} of {want} seeds)"
 
 
-def _range(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return str(low) if low == high else f"{low} to {high}"
-
-
-def _notes(results: Results, shown: dict[str, list[Curve]], x: str) -> list[str]:
+def _notes(results: Results, shown: Sequence[Sequence[Curve]], x: str) -> list[str]:
     """The sentences below the figure."""
-    curves = [curve for panel in shown.values() for curve in panel]
     notes = []
-    if any((curve.count > 1).any() for curve in curves):
+    if any((curve.count > 1).any() for curves in shown for curve in curves):
         notes.append("Lines are means over seeds, bands one standard deviation.")
-    partial = results.partial()
-    if partial:
-        notes.append(f"{partial[0].upper()}{partial[1:]}.")
-    gone = results.without_runs()
-    if gone:
-        notes.append(f"Left out, no finished run: {_listing(gone, len(results.panels))}.")
-    endless = [
-        (panel.label, curve.label)
-        for panel in results.panels
-        for curve in panel.curves
-        if len(curve.final) and not np.isfinite(_x(curve, x)).all()
-    ]
-    if endless:
-        notes.append(f"Left out, no finite {x}: {_listing(endless, len(results.panels))}.")
+    notes += _partial(results)
+    for why in ("no finished run", f"no finite {x}"):
+        gone = [(p.label, c.label) for p in results.panels for c in p.curves if _why_not(c, x) == why]
+        if gone:
+            notes.append(f"Left out, {why}: {_listing(gone, len(results.panels))}.")
     return notes
+
+
+def _partial(results: Results) -> list[str]:
+    text = results.partial()
+    return [f"{text[0].upper()}{text[1:]}."] if text else []
 
 
 def _listing(pairs: Sequence[tuple[str, str]], panels: int) -> str:
@@ -595,18 +531,13 @@ def _listing(pairs: Sequence[tuple[str, str]], panels: int) -> str:
     found: dict[str, list[str]] = {}
     for panel, method in pairs:
         found.setdefault(method, []).append(panel)
-    words = {
-        method: "; ".join(where) if len(where) <= 2 else f"{len(where)} of {panels} panels"
+    return ", ".join(
+        f"{method} ({'; '.join(where) if len(where) <= 2 else f'{len(where)} of {panels} panels'})"
         for method, where in found.items()
-    }
-    return ", ".join(f"{method} ({where})" for method, where in words.items())
+    )
 
 
-def _handle(style: Style) -> Line2D:
-    return Line2D([], [], **_line_options(style))
-
-
-def _line_options(style: Style) -> dict[str, Any]:
+def _line(style: Style) -> dict[str, Any]:
     # Markers like "1" are strokes, without a face, and an edge of white would hide them.
     stroke = style.marker in "1234"
     return {
@@ -625,7 +556,7 @@ def _draw(axes: Axes, x: np.ndarray, curve: Curve, style: Style, shift: float) -
     # Lines that are close have their markers at different rounds, so that none hides the others.
     first = round(shift * every) % every
     # Above other lines' bands, and not cut at the axes.
-    axes.plot(x, curve.mean, **_line_options(style), markevery=(first, every), clip_on=False, zorder=3)
+    axes.plot(x, curve.mean, **_line(style), markevery=(first, every), clip_on=False, zorder=3)
     band = np.isfinite(curve.std)
     if band.any():
         low, high = np.clip(curve.mean - curve.std, 0, 100), np.clip(curve.mean + curve.std, 0, 100)
@@ -646,22 +577,40 @@ def _finish(axes: Axes, *, whole: bool, empty: str) -> None:
 
 
 def _layout(
-    width: float, height: float, handles: Sequence[Any], words: Sequence[str], notes: Sequence[str]
-) -> tuple[Figure, SubFigure]:
-    """A figure with a legend and notes at its foot, and the part above them."""
-    lines = list(itertools.chain.from_iterable(_wrap(note, width, 8).split("\n") for note in notes))
-    columns, rows = _legend_grid(words, width)
-    foot = _LINE * (rows + 0.8 * len(lines) + 0.7)
+    titles: Sequence[str],
+    *,
+    columns: int,
+    panel: tuple[float, float],
+    size: tuple[float, float],
+    axes: tuple[str, str],
+    legend: Mapping[str, Artist],
+    notes: Sequence[str],
+    **options: Any,
+) -> tuple[Figure, SubFigure, np.ndarray]:
+    """A figure with panels in a grid, and a legend (handles by label) and notes at its foot.
+
+    A panel has a width and a height, without its title; the size is the figure's width, and what its height
+    has beyond panels and foot. The words of the axes, x and y, stand at the edges of the grid. Returns the
+    figure, the part of it above the foot, and the axes; those without a title are hidden.
+    """
+    width, more = size
+    titles = [_wrap(title, panel[0], 10) for title in titles]
+    rows = math.ceil(len(titles) / columns)
+    height = rows * (panel[1] + max(title.count("\n") for title in titles) * _LINE) + more
+    lines = [line for note in notes for line in _wrap(note, width, 8).split("\n")]
+    legend_columns, legend_rows = _legend_grid(list(legend), width)
+    foot = _LINE * (legend_rows + 0.8 * len(lines) + 0.7)
     figure = Figure(figsize=(width, height + foot), layout="constrained")
     FigureCanvasAgg(figure)
     parts: Any = figure.subfigures(2, 1, height_ratios=[height, foot])
-    if handles:
-        # The labels are set afterwards: a legend leaves out those that begin with "_".
-        legend: Legend = parts[1].legend(
-            handles,
-            [f"{place}" for place in range(len(handles))],
+    top, bottom = parts
+    if legend:
+        box = bottom.legend(
+            list(legend.values()),
+            # The labels are set afterwards: a legend leaves out those that begin with "_".
+            [f"{place}" for place in range(len(legend))],
             loc="upper center",
-            ncols=columns,
+            ncols=legend_columns,
             fontsize=9,
             frameon=False,
             borderaxespad=0.0,
@@ -670,21 +619,21 @@ def _layout(
             columnspacing=1.2,
             labelspacing=0.35,
         )
-        for text, label in zip(legend.get_texts(), words, strict=True):
-            text.set_parse_math(False)
-            text.set_text(label)
+        for text, label in zip(box.get_texts(), legend, strict=True):
+            text.set(parse_math=False, text=label)
     if lines:
-        parts[1].text(
-            0.5,
-            0.06 / foot,
-            "\n".join(lines),
-            ha="center",
-            va="bottom",
-            fontsize=8,
-            color="0.3",
-            parse_math=False,
-        )
-    return figure, parts[0]
+        style = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "0.3", "parse_math": False}
+        bottom.text(0.5, 0.06 / foot, "\n".join(lines), **style)
+    grid = top.subplots(rows, columns, squeeze=False, **options)
+    for place, one in enumerate(grid.flat):
+        one.set_visible(place < len(titles))
+        one.set_title(titles[place] if place < len(titles) else "", parse_math=False)
+        one.tick_params(labelleft=place % columns == 0)
+        if place % columns == 0:
+            one.set_ylabel(axes[1])
+        if place + columns >= len(titles):
+            one.set_xlabel(axes[0])
+    return figure, top, grid
 
 
 def _legend_grid(words: Sequence[str], width: float) -> tuple[int, int]:
@@ -725,24 +674,12 @@ class HeatMap:
 
 def why_no_heat_map(results: Results) -> str:
     """A sentence about what the sweep lacks for heat maps; empty if it has all."""
-    reasons = []
-    for dataset in _datasets(results):
-        runs = _of(results, dataset)
-        attacks = {run.run.config.attack for run in runs}
-        f, spread = {run.run.config.num_byzantine for run in runs}, {_spread(run) for run in runs}
-        if not attacks:
-            reasons.append(f"on {dataset} no worker is malicious")
-        elif len(attacks) < 2:
-            reasons.append(f"on {dataset} the only attack is {attacks.pop()}")
-        elif len(f) < 2 and len(spread) < 2:
-            reasons.append(f"on {dataset} the sweep has one f and one partition only")
-        elif not any(run.done for run in runs):
-            reasons.append(f"on {dataset} no run is finished")
-        else:
-            return ""
+    lacks = {dataset: _lack(runs) for dataset, runs in _attacked(results).items()}
+    if not all(lacks.values()):
+        return ""
     return (
         "No heat map: it takes several attacks, and at least two values of f or two partitions or alphas; "
-        f"{'; '.join(reasons)}."
+        f"{'; '.join(f'on {dataset} {lack}' for dataset, lack in lacks.items())}."
     )
 
 
@@ -757,68 +694,73 @@ def heat_maps(results: Results) -> dict[str, tuple[HeatMap, ...]]:
       if none has (`why_no_heat_map` says why).
     """
     maps = {}
-    for dataset in _datasets(results):
-        runs = _of(results, dataset)
-        f = tuple(sorted({run.run.config.num_byzantine for run in runs}))
-        spread = tuple(sorted({_spread(run) for run in runs}, key=_heterogeneity))
-        attacks = tuple(dict.fromkeys(run.run.config.attack for run in runs))
-        if len(attacks) < 2 or len(f) * len(spread) < 2 or not any(run.done for run in runs):
-            continue
-        rules = _rules(results, runs)
-        maps[dataset] = tuple(
-            _heat_map(rule, [run for run, of in zip(runs, rules, strict=True) if of == rule], f, spread)
-            for rule in dict.fromkeys(rules)
-        )
+    for dataset, runs in _attacked(results).items():
+        if not _lack(runs):
+            rules: dict[str, list[Loaded]] = {}
+            for rule, run in zip(_rules(results, runs), runs, strict=True):
+                rules.setdefault(rule, []).append(run)
+            f, spread = (sorted(set(of)) for of in zip(*map(_cell, runs), strict=True))
+            maps[dataset] = tuple(_heat_map(rule, of_rule, f, spread) for rule, of_rule in rules.items())
     return maps
 
 
-def _datasets(results: Results) -> list[str]:
-    return list(dict.fromkeys(run.run.config.dataset for run in results.runs))
+def _attacked(results: Results) -> dict[str, list[Loaded]]:
+    """By dataset, the runs that have somebody to attack, in the order of the methods."""
+    found: dict[str, list[Loaded]] = {run.run.config.dataset: [] for run in results.runs}
+    for run in sorted(
+        results.runs, key=lambda run: _place(_method(run.run, results.curves_by), results.labels)
+    ):
+        if run.run.config.num_byzantine:
+            found[run.run.config.dataset].append(run)
+    return found
 
 
-def _of(results: Results, dataset: str) -> list[Loaded]:
-    """The runs on a dataset that have somebody to attack, in the order of the methods."""
-    runs = [run for run in results.runs if run.run.config.dataset == dataset and run.run.config.num_byzantine]
-    return sorted(runs, key=lambda run: _place(_method(run.run, results.curves_by), results.labels))
+def _lack(runs: Sequence[Loaded]) -> str:
+    """What the attacked runs on a dataset lack for a heat map; empty if nothing."""
+    attacks = {run.run.config.attack for run in runs}
+    if not runs:
+        return "no worker is malicious"
+    if len(attacks) < 2:
+        return f"the only attack is {attacks.pop()}"
+    if len(set(map(_cell, runs))) < 2:
+        return "the sweep has one f and one partition only"
+    return "" if any(run.done for run in runs) else "no run is finished"
 
 
-def _spread(run: Loaded) -> str:
+def _cell(run: Loaded) -> tuple[int, tuple[float, str]]:
+    """Its row and column: f, and how the data is spread, ordered from equal workers to different ones."""
     config = run.run.config
-    return f"{config.alpha:g}" if config.partition == "dirichlet" else config.partition
-
-
-def _heterogeneity(spread: str) -> float:
-    """Orders columns from equal workers to different ones."""
-    fixed = {"homogeneous": -math.inf, "extreme": math.inf}
-    return fixed[spread] if spread in fixed else -float(spread)
+    if config.partition == "dirichlet":
+        return config.num_byzantine, (-config.alpha, f"{config.alpha:g}")
+    order = {"homogeneous": -math.inf, "extreme": math.inf}
+    return config.num_byzantine, (order[config.partition], config.partition)
 
 
 def _rules(results: Results, runs: Sequence[Loaded]) -> list[str]:
     """The method of each run, with the settings added that would otherwise differ inside a cell."""
     by = results.curves_by
     methods = [run.run.config.aggregator if by in _HEAT_MAP_AXES else _method(run.run, by) for run in runs]
-    keys = [
-        (method, run.run.config.num_byzantine, _spread(run), run.run.config.attack)
-        for method, run in zip(methods, runs, strict=True)
-    ]
+    keys = [(method, _cell(run), run.run.config.attack) for method, run in zip(methods, runs, strict=True)]
     others = [name for name in results.sweep.varied if name not in (by, *_HEAT_MAP_AXES)]
     splitting = _differing(keys, [run.run for run in runs], others)
     return [_join(method, run.run, splitting) for method, run in zip(methods, runs, strict=True)]
 
 
-def _heat_map(rule: str, runs: Sequence[Loaded], f: tuple[int, ...], spread: tuple[str, ...]) -> HeatMap:
+def _heat_map(
+    rule: str, runs: Sequence[Loaded], f: Sequence[int], spread: Sequence[tuple[float, str]]
+) -> HeatMap:
     worst = np.full((len(f), len(spread)), np.nan)
     complete = np.zeros(worst.shape, dtype=bool)
     for i, j in np.ndindex(*worst.shape):
-        here = [run for run in runs if (run.run.config.num_byzantine, _spread(run)) == (f[i], spread[j])]
+        here = [run for run in runs if _cell(run) == (f[i], spread[j])]
         accuracies: dict[str, list[float]] = {}
         for run in here:
-            if run.done and run.summary is not None:
+            if run.summary is not None:
                 accuracies.setdefault(run.run.config.attack, []).append(100 * run.summary.final_accuracy)
         if accuracies:
             worst[i, j] = min(float(np.mean(values)) for values in accuracies.values())
             complete[i, j] = all(run.done for run in here)
-    return HeatMap(rule, f, spread, worst, complete)
+    return HeatMap(rule, tuple(f), tuple(name for _, name in spread), worst, complete)
 
 
 def heat_map(maps: Sequence[HeatMap], results: Results, title: str) -> Figure:
@@ -833,39 +775,27 @@ def heat_map(maps: Sequence[HeatMap], results: Results, title: str) -> Figure:
       The figure.
     """
     columns = min(4, len(maps))
-    rows = math.ceil(len(maps) / columns)
-    cells = len(maps[0].spread), len(maps[0].f)
-    each = max(1.7, 0.62 * cells[0] + 0.5), max(1.3, 0.42 * cells[1] + 0.75)
-    width = max(each[0] * columns + 1.1, 4.2)
+    each = max(1.7, 0.62 * len(maps[0].spread) + 0.5), max(1.3, 0.42 * len(maps[0].f) + 0.75)
     hatched = any(np.isnan(one.worst).any() for one in maps)
     notes = ["Worst case over attacks of the final test accuracy (%), mean over seeds."]
     if any((~one.complete & ~np.isnan(one.worst)).any() for one in maps):
         notes.append("\N{LESS-THAN OR EQUAL TO}: not all attacks have a finished run there.")
-    partial = results.partial()
-    if partial:
-        notes.append(f"{partial[0].upper()}{partial[1:]}.")
     with matplotlib.rc_context(_FONTS):
-        handles = [Patch(facecolor="white", edgecolor="0.5", hatch="////")] if hatched else []
-        titles = [_wrap(one.rule, each[0], 10) for one in maps]
-        lines = max(text.count("\n") for text in titles)
-        words = ["missing"] if hatched else []
-        figure, top = _layout(width, rows * (each[1] + lines * _LINE) + 0.3, handles, words, notes)
+        figure, top, grid = _layout(
+            [one.rule for one in maps],
+            columns=columns,
+            panel=each,
+            size=(max(each[0] * columns + 1.1, 4.2), 0.3),
+            axes=("alpha", "f"),
+            legend={"missing": Patch(**_MISSING)} if hatched else {},
+            notes=notes + _partial(results),
+        )
         top.suptitle(title, fontsize=11, weight="bold", parse_math=False)
-        grid = top.subplots(rows, columns, squeeze=False)
-        for place, axes in enumerate(grid.flat):
-            if place >= len(maps):
-                axes.set_visible(False)
-                continue
-            mesh = _draw_map(axes, maps[place])
-            axes.set_title(titles[place], parse_math=False)
-            if place % columns == 0:
-                axes.set_ylabel("f", rotation=0, labelpad=8, va="center")
-            else:
-                axes.tick_params(labelleft=False)
-            if place + columns >= len(maps):
-                axes.set_xlabel("alpha")
-            else:
-                axes.tick_params(labelbottom=False)
+        for place, (axes, one) in enumerate(zip(grid.flat, maps, strict=False)):
+            mesh = _draw_map(axes, one)
+            axes.tick_params(labelbottom=place + columns >= len(maps))
+            axes.yaxis.label.set(rotation=0, va="center")
+            axes.yaxis.labelpad = 8
         bar = top.colorbar(mesh, ax=grid, shrink=0.9, aspect=25)
         bar.set_label("Worst-case accuracy (%)")
         bar.set_ticks(list(range(0, 101, 20)))
@@ -876,16 +806,13 @@ def _draw_map(axes: Axes, one: HeatMap) -> Any:
     mesh = axes.pcolormesh(one.worst, cmap="cividis", vmin=0, vmax=100, edgecolors="white", linewidth=1)
     for i, j in np.ndindex(*one.worst.shape):
         if np.isnan(one.worst[i, j]):
-            axes.add_patch(
-                Rectangle((j, i), 1, 1, facecolor="white", edgecolor="0.5", hatch="////", linewidth=0.5)
-            )
+            axes.add_patch(Rectangle((j, i), 1, 1, linewidth=0.5, **_MISSING))
             continue
         bound = "" if one.complete[i, j] else "\N{LESS-THAN OR EQUAL TO}"
         # cividis is dark below its middle.
         colour = "white" if one.worst[i, j] < 55 else "black"
-        axes.text(
-            j + 0.5, i + 0.5, f"{bound}{one.worst[i, j]:.1f}", ha="center", va="center", color=colour, size=9
-        )
+        text = f"{bound}{one.worst[i, j]:.1f}"
+        axes.text(j + 0.5, i + 0.5, text, ha="center", va="center", color=colour, size=9)
     words = {"homogeneous": "homo-\ngeneous"}
     axes.set_xticks([j + 0.5 for j in range(len(one.spread))], [words.get(name, name) for name in one.spread])
     axes.set_yticks([i + 0.5 for i in range(len(one.f))], [str(f) for f in one.f])

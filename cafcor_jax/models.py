@@ -2,8 +2,8 @@
 
 A convolution has two forms with the same values. `lax` is the plain one, right for GPUs and TPUs. On a CPU,
 gradients of many small batches through `lax.conv` fall into a slow grouped convolution; `patches` computes
-the kernel's gradient, and for many channels the output, as matrix products over 5 x 5 patches, which is
-several times faster there.
+the gradients, and for many channels the output, as matrix products over 5 x 5 patches, which is several times
+faster there.
 """
 
 from __future__ import annotations
@@ -211,9 +211,13 @@ def _convolve_patches_backward(saved: tuple[Array, Array], g: Array) -> tuple[Ar
     else:
         patches = _patches(x, size)
         to_kernel = (flat_g.T @ patches.reshape(-1, patches.shape[-1])).T
-    turned = kernel[::-1, ::-1].transpose(0, 1, 3, 2)
-    edges = [(size - 1, size - 1)] * 2
-    to_x = lax.conv_general_dilated(g, turned, (1, 1), edges, dimension_numbers=_LAYOUT)
+    # What each output gives back to its patch, added up where patches overlap.
+    h, w = g.shape[1:3]
+    to_patches = (flat_g @ kernel.reshape(-1, kernel.shape[-1]).T).reshape(*g.shape[:3], size, size, -1)
+    to_x = jnp.zeros_like(x)
+    for i in range(size):
+        for j in range(size):
+            to_x = to_x.at[:, i : i + h, j : j + w].add(to_patches[:, :, :, i, j])
     return to_x, to_kernel.reshape(kernel.shape)
 
 

@@ -18,6 +18,8 @@ BLUE, VERMILION, GREEN = "#0072B2", "#D55E00", "#009E73"
 
 # The scale of `filtering` ends at this many equal shares: as far above one share as 0 is below it.
 _MAX_SHARES = 2.0
+# Below this many shares a weight is what rounding leaves of 0.
+_LEAST_SHARES = 1e-9
 # Malicious workers get at least this part of the honest ones' height, to be seen when they are few.
 _LEAST_HEIGHT = 0.25
 
@@ -57,8 +59,8 @@ def filtering(weights: np.ndarray, num_byzantine: int, title: str) -> Figure:
     """Who was filtered when: every worker's weight in every round, and what the malicious ones got together.
 
     A cell shows n w_i, the weight in equal shares 1/n: white is one share, orange less, blue more, and black
-    is exactly 0. Malicious workers are above the line, stretched if they are few. The lower panel has their
-    total weight in each round, beside f/n, their share of the workers.
+    is 0 (but for rounding). Malicious workers are above the line, stretched if they are few. The lower panel
+    has their total weight in each round, beside f/n, their share of the workers.
 
     Args:
       weights: of all workers in the aggregate, [rounds, n], the honest ones first (`weights.npy`).
@@ -149,7 +151,7 @@ def _heat_map(axes: Axes, shares: np.ndarray, num_byzantine: int) -> None:
     for name, first, end, low, high in blocks:
         cells = shares[:, first:end].T
         image = axes.imshow(
-            np.ma.masked_equal(cells, 0),
+            np.ma.masked_where(np.abs(cells) < _LEAST_SHARES, cells),
             cmap=scale.with_extremes(bad="black"),
             vmin=0,
             vmax=_MAX_SHARES,

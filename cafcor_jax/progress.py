@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol, TextIO
 
@@ -180,16 +180,24 @@ def _values(loss: float, accuracy: float | None, epsilon: float, *, short: bool 
 class SweepProgress:
     """Many runs one after the other: a bar over all of them on a terminal, a line a run in a log.
 
+    The time left is that of the runs that are neither done nor failed, at the speed measured since the
+    beginning. Runs that other processes finish meanwhile count in both.
+
     Args:
       work: what each run costs, by its name, in any unit: the bar and the time left go by it.
-      done: the names of the runs that are done already.
+      is_done: whether the run of that name is done, whoever did it.
       stream: where to write; standard output unless told.
     """
 
-    def __init__(self, work: Mapping[str, float], done: Collection[str], stream: TextIO | None = None):
+    def __init__(
+        self, work: Mapping[str, float], is_done: Callable[[str], bool], stream: TextIO | None = None
+    ):
         self._work = dict(work)
-        self._done = dict.fromkeys(done)
-        self._before = sum(self._work[name] for name in self._done)
+        self._is_done = is_done
+        self._failed: set[str] = set()
+        # Which part of each run is done, and was before there was a clock.
+        self._part = {name: float(is_done(name)) for name in work}
+        self._before = dict(self._part)
         self._begin = time.monotonic()
         self._run = ("", 0.0)
         self._console = Console(file=stream or sys.stdout)
@@ -213,43 +221,63 @@ class SweepProgress:
     def begin(self, name: str) -> Progress:
         """Says that a run begins, and returns whom it may tell of its rounds."""
         self._run = name, time.monotonic()
-        self._show(0.0)
-        return _Rounds(self._show)
+        self._failed.discard(name)
+        self._show()
 
-    def end(self, result: str) -> None:
-        """Says how the run ended."""
+        def resume(part: float) -> None:
+            self._before[name] = part
+
+        def show(part: float) -> None:
+            self._part[name] = part
+            self._show()
+
+        return _Rounds(resume, show)
+
+    def end(self, result: str, *, failed: bool = False) -> None:
+        """Says how the run ended: done, failed, or left to another process."""
         name, begin = self._run
-        self._done[name] = None
-        left = self._show(0.0)
-        line = f"{len(self._done)}/{len(self._work)}  {name}  {result}  {duration(time.monotonic() - begin)}"
-        self._console.print(f"{line}  {duration(left)} left", markup=False, highlight=False, soft_wrap=True)
+        seconds = time.monotonic() - begin
+        for one, part in self._part.items():
+            if part < 1 or one == name:  # All rounds are not yet a result.
+                self._part[one] = float(self._is_done(one))
+        if failed:
+            self._failed.add(name)
+            self._begin += seconds  # It says nothing about the others.
+        parts = [self._ended(), name, result, duration(seconds), self._show()]
+        self._console.print("  ".join(filter(None, parts)), markup=False, highlight=False, soft_wrap=True)
 
-    def _show(self, part: float) -> float:
-        """Moves the bar to a part of the run that goes on; returns the seconds that are left."""
-        name = self._run[0]
-        finished = sum(self._work[one] for one in self._done)
-        if name not in self._done:
-            finished += part * self._work[name]
-        new = finished - self._before
-        missing = sum(self._work.values()) - finished
-        left = missing * (time.monotonic() - self._begin) / new if new else math.nan
-        text = f"{len(self._done)}/{len(self._work)} runs"
-        if new:
-            text += f"  {duration(left)} left"
-        self._bar.update(self._task, completed=finished, text=f"{text}  {name}")
+    def _ended(self) -> str:
+        return f"{len(self._failed) + sum(part == 1 for part in self._part.values())}/{len(self._work)}"
+
+    def _show(self) -> str:
+        """Moves the bar; returns the time that is left in words, which are none before anything was timed."""
+        names = self._work.keys() - self._failed
+        total, done, before = (
+            math.fsum(self._work[name] * part[name] for name in names)
+            for part in (dict.fromkeys(names, 1.0), self._part, self._before)
+        )
+        left = ""
+        if done > before:
+            seconds = time.monotonic() - self._begin
+            left = f"{duration((total - done) * seconds / (done - before))} left"
+        text = "  ".join(filter(None, [f"{self._ended()} runs", left, self._run[0]]))
+        self._bar.update(self._task, total=total, completed=done, text=text)
         return left
 
 
 class _Rounds(Silent):
-    """Passes on which part of a run's rounds is done."""
+    """Passes on which part of a run's rounds was done before, and is done."""
 
-    def __init__(self, show: Callable[[float], object]):
+    def __init__(self, resume: Callable[[float], object], show: Callable[[float], object]):
+        self._resume = resume
         self._show_part = show
         self._total = 1
 
     def training(self, done: int, total: int) -> AbstractContextManager[None]:
         """Keeps the number of rounds."""
         self._total = total
+        self._resume(done / total)
+        self._show_part(done / total)
         return super().training(done, total)
 
     def update(self, round: int, *, loss: float, accuracy: float | None, epsilon: float) -> None:

@@ -18,24 +18,31 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cafcor_jax import aggregators, experiment
 from cafcor_jax import config as config_lib
-from cafcor_jax import experiment
+from cafcor_jax.attacks import adaptive
 from cafcor_jax.config import Config
 from cafcor_jax.errors import InUseError, UserError
-from cafcor_jax.progress import Progress
+from cafcor_jax.progress import Progress, Silent
 from cafcor_jax.workdir import strict, write_whole
 
 # Of the paper's CNN on 2 CPU cores, for an estimate before anything has been timed: seconds for the gradient
 # of one example by the privacy level, for one number of noise, of a pair's noise, and of the rest of a round
 # (momentum, attack, aggregation), for one test image, and to compile.
-_GRADIENT = {"user": 1.9e-4, "example": 4.5e-4}
+_GRADIENT = {"user": 1.5e-4, "example": 2.4e-4}
 _NOISE, _PAIR_NOISE, _REST, _TEST_IMAGE, _COMPILATION = 7e-9, 2.6e-9, 7e-9, 6e-5, 15.0
+# For one trial of an adaptive attack: for a number of the messages under a coordinate-wise rule (up to 64
+# workers, and more), and n^-3 of what a linear rule does with G, or a slow one with each subset.
+_SORTED, _SORTED_IN_LOOP, _WEIGHED = 9e-10, 8.5e-9, 2e-9
+# By how much the search for groups that break the law of noise makes that longer.
+_GROUPS = 4
 _PARAMETERS, _TEST_IMAGES = 431_080, 10_000
 
 _RESULTS = (
@@ -48,6 +55,7 @@ _RESULTS = (
     "accountant",
     "honest_weight",
     "rounds_beyond_f",
+    "rounds_without_law",
     "seconds",
     "params_sha256",
 )
@@ -387,39 +395,57 @@ def run_all(
 ) -> dict[str, str]:
     """Runs what is not done, one run after the other; compiled code is kept between them.
 
+    A run that another process works on is left to it, and looked at once more after all others: that process
+    may have been stopped.
+
     Args:
       sweep: the sweep.
       sweep_dir: its folder.
       progress_of: makes whom a run tells what it does.
-      finished: is told of each run that came to an end.
+      finished: is told of each run that came to an end, or was first found to run elsewhere.
 
     Returns:
-      Why runs failed, by the names of their folders.
+      Why runs failed, by the names of their folders. Runs that are neither here nor done are still running in
+      another process.
     """
     programs = experiment.Programs()
     failed = failures(sweep_dir)
-    for run in sweep.distinct():
+    elsewhere: list[Run] = []
+
+    def store() -> None:
+        write_whole(Path(sweep_dir) / "failures.json", (json.dumps(failed, indent=1) + "\n").encode())
+        write_table(sweep, sweep_dir)
+
+    def attempt(run: Run) -> None:
         failed.pop(run.folder.name, None)
         trace = Path(sweep_dir) / f"failure_{run.folder.name}.txt"
         trace.unlink(missing_ok=True)
-        if outcome(run).status == "done":
-            continue
+        done = outcome(run).status == "done"
+        if done and run.config.tensorboard == "off":
+            return
         try:
-            experiment.run(run.config, progress=progress_of(run), programs=programs)
-        except InUseError:  # Another sweep runs it at this moment.
-            finished(run, Outcome("elsewhere", None, ""))
-            continue
+            # What is done is not computed again, but may have been without event files until now.
+            experiment.run(run.config, progress=Silent() if done else progress_of(run), programs=programs)
+        except InUseError:
+            if not done and run not in elsewhere:
+                elsewhere.append(run)
+                finished(run, Outcome("elsewhere", None, ""))
+            return
         except UserError as error:
             failed[run.folder.name] = str(error)
         except Exception as error:  # A bug or the machine: the other runs go on, and the trace is kept.
             write_whole(trace, traceback.format_exc().encode())
             first = (str(error).strip() or "no message").splitlines()[0]
             failed[run.folder.name] = f"{type(error).__name__}: {first} (the whole trace: {trace.name})"
-        write_whole(Path(sweep_dir) / "failures.json", (json.dumps(failed, indent=1) + "\n").encode())
-        write_table(sweep, sweep_dir)
-        finished(run, outcome(run, failed))
-    write_whole(Path(sweep_dir) / "failures.json", (json.dumps(failed, indent=1) + "\n").encode())
-    write_table(sweep, sweep_dir)
+        if not done:
+            store()
+            finished(run, outcome(run, failed))
+
+    for run in sweep.distinct():
+        attempt(run)
+    for run in tuple(elsewhere):
+        attempt(run)
+    store()
     names = {run.folder.name for run in sweep.runs}
     return {name: why for name, why in failed.items() if name in names}
 
@@ -436,7 +462,27 @@ def estimated_seconds(config: Config) -> float:
         pairwise = config.noise_mode == "pairwise"
         noise += n * numbers / 2 * _PAIR_NOISE if pairwise else numbers * _NOISE
     evaluations = config.rounds / config.eval_every * _TEST_IMAGES * _TEST_IMAGE
-    return config.rounds * (gradients + noise + numbers * _REST) + evaluations
+    return config.rounds * (gradients + noise + numbers * _REST + _search_seconds(config)) + evaluations
+
+
+def _search_seconds(config: Config) -> float:
+    """What an adaptive attack adds to a round: the trials of its line search."""
+    if config.attack not in ("alie_adaptive", "foe_adaptive"):
+        return 0.0
+    n, f = config.num_workers, config.num_byzantine
+    in_gram_space = adaptive.IN_GRAM_SPACE.num_trials() * n**3 * _WEIGHED
+    if config.aggregator in aggregators.OVER_ROUNDS:
+        return _GROUPS * in_gram_space
+    rule = aggregators.BY_NAME[config.aggregator](num_byzantine=f)
+    if not isinstance(rule, aggregators.LinearRule):
+        number = _SORTED if n <= 64 else _SORTED_IN_LOOP
+        search = adaptive.DIRECT
+        # On a sample of the coordinates; what it finds and the fixed attacks on all of them.
+        coordinates = search.num_trials() * min(_PARAMETERS, search.coordinates) + 3 * _PARAMETERS
+        return coordinates * n * number
+    if rule.is_slow:
+        return adaptive.DIRECT.num_trials() * math.comb(n, f) * n**3 * _WEIGHED
+    return in_gram_space
 
 
 def estimate(sweep: Sweep) -> tuple[float, float]:

@@ -46,6 +46,9 @@ TAGS = {
     "honest_weight": "aggregation/honest_weight",
     "separation": "aggregation/separation",
     "not_finite": "aggregation/not_finite",
+    "flagged": "aggregation/flagged",
+    "false_alarms": "aggregation/false_alarms",
+    "law_fits": "aggregation/law_fits",
     "seconds": "time/seconds",
 }
 

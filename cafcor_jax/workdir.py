@@ -56,6 +56,9 @@ COLUMNS = (
     "honest_weight",
     "separation",
     "not_finite",
+    "flagged",
+    "false_alarms",
+    "law_fits",
     "seconds",
 )
 
@@ -353,6 +356,9 @@ def read_metrics(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     try:
         with open(path, newline="") as file:
             rows = list(csv.DictReader(file))
+        # Runs from before these columns were there had no rule that knows a law.
+        none = {"flagged": "0", "false_alarms": "0", "law_fits": "1"}
+        rows = [none | row for row in rows]
         return {name: np.array([float(row[name] or "nan") for row in rows]) for name in COLUMNS}
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None

@@ -99,7 +99,12 @@ def execute(path: Path, *, smoke: bool = False) -> Any:
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
         }
         if smoke:  # Sizes are tiny then, and most of the time is compilation.
-            environment |= {"CAFCOR_SMOKE": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+            environment |= {
+                "CAFCOR_SMOKE": "1",
+                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+                "JAX_COMPILATION_CACHE_DIR": f"{folder}/.xla",
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+            }
         try:
             client.execute(env=environment)
         except nbclient.exceptions.CellExecutionError as error:

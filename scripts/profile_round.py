@@ -8,6 +8,7 @@ Examples:
   python scripts/profile_round.py --flagfile=configs/mnist_byzldp.cfg --noise_mode=projected
 """
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from cafcor_jax import cli, clipping, config, experiment, grid, noise, progress, secrets
-from cafcor_jax.federation import honest_gradients
+from cafcor_jax import attacks, cli, clipping, config, experiment, grid, noise, progress, secrets
+from cafcor_jax.federation import honest_gradients, judge
 
 REPEATS = flags.DEFINE_integer("repeats", 3, "Calls of each part; the fastest counts.", lower_bound=1)
 
@@ -86,18 +87,18 @@ def main(cfg: config.Config) -> None:
         honest,
         rows[: n - f],
     )
-    if f:
-        parts["attack"] = best_of(lambda h: run.attack(key, h, f), honest)
-    parts["aggregation"] = best_of(run.aggregator, messages)
-
     later = state._replace(round=jnp.int32(1))
+    if f and not isinstance(run.attack, attacks.adaptive.AgainstRound):
+        parts["attack"] = best_of(functools.partial(run.attack, key, num_byzantine=f), honest)
+    parts["aggregation"] = best_of(lambda s, m: judge(run.aggregator, s, m), later.server, messages)
+
     whole = best_of(run.federation.step, key, later, run.data)
     tests = jnp.asarray(run.dataset.test_images), jnp.asarray(run.dataset.test_labels)
     print(f"\n{experiment.title(cfg)}; {size:,} parameters, {jax.devices()[0].device_kind}")
     for name, seconds in parts.items():
-        print(f"  {name:<20} {seconds:7.3f} s  {seconds / whole:6.1%}")
-    print(f"  {'a whole round':<20} {whole:7.3f} s")
-    print(f"  {'evaluation':<20} {best_of(run.model.evaluate, state.params, *tests):7.3f} s")
+        print(f"  {name:<20} {seconds:8.4f} s  {seconds / whole:6.1%}")
+    print(f"  {'a whole round':<20} {whole:8.4f} s")
+    print(f"  {'evaluation':<20} {best_of(run.model.evaluate, state.params, *tests):8.4f} s")
     compare_with_torch(run, parts["gradients"])
 
 

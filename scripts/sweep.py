@@ -2,7 +2,8 @@
 
 Runs that are done are skipped, so the same command goes on where a stopped sweep was; a run that fails does
 not stop the others. Each run has a folder of its own in the pool, so --workdir is not used; sweeps that share
-a pool share runs. scripts/plot.py draws the figures and the report.
+a pool share runs. The same command in two terminals uses two cores: each process skips what the other runs.
+scripts/plot.py draws the figures and the report.
 
 Examples:
   python scripts/sweep.py --flagfile=configs/sweeps/figure1.cfg
@@ -86,8 +87,7 @@ def main(argv: Sequence[str]) -> int:
     values = read_flags(argv)
     found, folder = describe_sweep(values, argv)
     runs = found.distinct()
-    finished = [run.folder.name for run in runs if sweep.outcome(run).status == "done"]
-    done = len(finished)
+    done = sum(sweep.outcome(run).status == "done" for run in runs)
     seconds, factor = sweep.estimate(found)
     basis = f"{factor:.1f} times as slow as 2 quiet CPU cores" if done else "on 2 quiet CPU cores"
     print(
@@ -107,7 +107,8 @@ def main(argv: Sequence[str]) -> int:
     if done < len(runs):
         experiment.cache_compilations(runs[0].config)
     work = {run.folder.name: sweep.estimated_seconds(run.config) for run in runs}
-    with SweepProgress(work, finished) as progress:
+    of_name = {run.folder.name: run for run in runs}
+    with SweepProgress(work, lambda name: sweep.outcome(of_name[name]).status == "done") as progress:
         failed = sweep.run_all(
             found,
             folder,
@@ -115,14 +116,21 @@ def main(argv: Sequence[str]) -> int:
             finished=lambda run, outcome: progress.end(
                 f"{outcome.summary.final_accuracy:.2%}"
                 if outcome.summary
-                else f"{outcome.status}: {outcome.error or 'another process runs it'}"
+                else f"{outcome.status}: {outcome.error or 'another process runs it'}",
+                failed=outcome.status == "failed",
             ),
         )
-    done = sum(sweep.outcome(run).status == "done" for run in runs)
-    print(f"{done} of {len(runs)} runs are done; table: {folder / 'results.csv'}")
+    missing = [name for name, run in of_name.items() if sweep.outcome(run).status != "done"]
+    print(f"{len(runs) - len(missing)} of {len(runs)} runs are done; table: {folder / 'results.csv'}")
+    elsewhere = [name for name in missing if name not in failed]
+    if elsewhere:
+        print(
+            f"still running in another process: {', '.join(elsewhere)}; when that has ended, give the "
+            "command again"
+        )
     for name, why in failed.items():
         print(f"failed: {name}: {why}", file=sys.stderr)
-    if done:
+    if len(missing) < len(runs):
         print(f"figures: python scripts/plot.py --sweep_dir={folder}")
     return 1 if failed else 0
 

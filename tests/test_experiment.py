@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from cafcor_jax import aggregators, experiment, privacy
+from cafcor_jax import aggregators, attacks, experiment, privacy
 from cafcor_jax.config import Config
 from cafcor_jax.errors import UserError
 from cafcor_jax.progress import Silent
@@ -282,6 +282,23 @@ def test_a_rule_that_cannot_do_with_so_many_workers_is_refused(tmp_path, changes
         experiment.build(make(tmp_path / "run", **changes))
 
 
+@pytest.mark.parametrize(
+    "rule, pre, short",
+    [("smea", "none", True), ("mda", "nnm", True), ("caf", "nnm", False), ("median", "none", False)],
+)
+def test_adaptive_attacks_try_less_where_a_linear_rule_is_slow(tmp_path, monkeypatch, rule, pre, short):
+    searches = []
+
+    def attack(aggregator, *, search=None):
+        searches.append(search)
+        return attacks.sign_flip()
+
+    monkeypatch.setitem(attacks.BY_NAME, "alie_adaptive", attack)
+    settings = {"aggregator": rule, "pre_aggregator": pre, "attack": "alie_adaptive"}
+    experiment.build(make(tmp_path / "run", **settings))
+    assert searches == [attacks.adaptive.DIRECT if short else None]
+
+
 def test_a_pre_aggregation_comes_before_the_rule(tmp_path):
     config = make(tmp_path / "run", pre_aggregator="nnm", aggregator="median")
     assert "aggregator nnm + median" in experiment.title(config)
@@ -429,3 +446,37 @@ def test_compilations_are_cached_beside_the_data(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     experiment.cache_compilations(make(tmp_path))
     assert updates == {}
+
+
+def test_a_rule_with_a_memory_resumes_to_the_same_bits(tmp_path):
+    changes = dict(aggregator="caf_history", attack="bias", attack_factor=50.0)
+    experiment.run(make(tmp_path / "a", **changes))
+    with pytest.raises(Crash):
+        experiment.run(make(tmp_path / "b", **changes), progress=Stopper(5, crash))
+    experiment.run(make(tmp_path / "b", **changes))
+    assert result(tmp_path / "a") == result(tmp_path / "b")
+    metrics = read_metrics(tmp_path / "a" / "metrics.csv")
+    assert (metrics["law_fits"] == 1).all() and (metrics["false_alarms"] == 0).all()
+
+
+def test_rules_that_know_the_noise_get_it_from_the_plan(tmp_path, monkeypatch):
+    seen = {}
+
+    def spy(**options):
+        seen.update(options)
+        return aggregators.caf_history(**options)
+
+    monkeypatch.setitem(aggregators.OVER_ROUNDS, "caf_history", spy)
+    built = experiment.build(make(tmp_path, aggregator="caf_history", false_alarm=0.01))
+    plan = built.plan
+    assert seen["sigma_ind"] == plan.sigma_ind > 0 and seen["sigma_cor"] == plan.sigma_cor > 0
+    assert (seen["clip_norm"], seen["false_alarm"]) == (plan.clip_norm, 0.01)
+    assert (seen["momentum"], seen["num_byzantine"]) == (built.config.momentum, 1)
+    with pytest.raises(UserError, match="pre_aggregator='nnm' does not go with aggregator='caf_history'"):
+        experiment.build(make(tmp_path, aggregator="caf_history", pre_aggregator="nnm"))
+
+
+def test_secldp_and_workers_that_keep_to_the_protocol_is_pointed_out(tmp_path):
+    changes = dict(threat_model="secldp", attack="bias")
+    assert "the budget does not hold" in experiment.build(make(tmp_path, **changes)).describe()
+    assert "the budget does not hold" not in experiment.build(make(tmp_path, attack="bias")).describe()

@@ -419,3 +419,66 @@ def test_bad_noise_modes_are_named():
         make(plan(), noise_mode="loud")
     with pytest.raises(ValueError, match="correlated noise"):
         make(plan("secldp"), noise_mode="independent")
+
+
+def test_malicious_workers_that_keep_to_the_protocol_owe_noise_and_keep_a_momentum(params, data):
+    """Messages less noise are the momenta of what they put in; the pair noise of all n cancels."""
+    private = plan("secldp")
+    size = 27
+    fed = make(private, attack=attacks.bias(5.0), aggregator=aggregators.mean())
+    key, step = jax.random.key(7), jax.jit(fed.step)
+    state = fed.init(params)
+    assert jax.tree.leaves(state.momentum)[0].shape[0] == N
+    put_in = np.zeros((N, size))
+    for t in range(3):
+        before = state.params
+        state, info = step(key, state, data)
+        if t == 0:
+            continue
+        rows = clipped_mean_gradients(before, data)
+        mean = rows.mean(0)
+        rows = np.concatenate([rows, np.tile(-5.0 * mean / np.linalg.norm(mean), (F, 1))])
+        pairs = secrets.key_matrix(jax.random.split(key, 4)[1], N)
+        rows += np.asarray(noise.pairwise(pairs, t, size, private.sigma_cor))
+        put_in = BETA * put_in + (1 - BETA) * rows
+        sent = np.concatenate([np.asarray(state.momentum[k]).reshape(N, -1) for k in ("b", "w")], axis=1)
+        np.testing.assert_allclose(sent, put_in, rtol=1e-4, atol=1e-5)
+    assert info.weights.shape == (N,) and not info.flagged.any() and info.law_fits
+
+
+def test_a_rule_with_a_state_is_applied_round_after_round(data):
+    """With zero gradients messages are noise: the law holds in every round, and two who shift it show."""
+    wide = {"w": jnp.zeros(6000)}
+    private = plan("secldp")
+    rule = aggregators.caf_history(
+        F, momentum=BETA, sigma_ind=private.sigma_ind, sigma_cor=private.sigma_cor, clip_norm=0.0
+    )
+
+    def loss(p, x, y):
+        return 0.0 * p["w"].sum()
+
+    for attack, caught in ((attacks.none(), 2), (attacks.bias_fixed(60 * private.message_std), 2)):
+        fed = make(private, loss_fn=loss, aggregator=rule, attack=attack)
+        step, state = jax.jit(fed.step), fed.init(wide)
+        for t in range(4):
+            state, info = step(jax.random.key(3), state, data)
+            assert int(state.server.round) == t + 1
+            if t > 0:
+                # None sends the honest mean, which is far too short for a message.
+                assert info.flagged.tolist() == [False] * H + [True] * caught
+                assert info.law_fits and float(info.honest_weight) > 0.99
+
+
+def test_an_adaptive_attack_meets_the_rule_of_the_round(params, data):
+    private = plan("secldp")
+    rule = aggregators.OVER_ROUNDS["caf_noise_aware"](
+        F, momentum=BETA, sigma_ind=private.sigma_ind, sigma_cor=private.sigma_cor
+    )
+    against = attacks.adaptive.AgainstRound(attacks.alie_adaptive)
+    fed = make(private, aggregator=rule, attack=against)
+    step, state = jax.jit(fed.step), fed.init(params)
+    for _ in range(2):
+        state, info = step(jax.random.key(3), state, data)
+    assert np.isfinite(info.deviation)
+    with pytest.raises(ValueError, match="needs a rule with a state"):
+        make(private, attack=against)

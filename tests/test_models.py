@@ -1,3 +1,7 @@
+"""The CNN against its definition, in both forms of convolution."""
+
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,11 +9,12 @@ import optax
 import pytest
 
 from cafcor_jax import clipping, models
+from tests.compiling import fast_jit
 
 
 @pytest.fixture(scope="module")
 def params():
-    return models.cnn().init(jax.random.key(0))
+    return fast_jit(models.cnn().init)(jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
@@ -18,16 +23,50 @@ def batch():
     return rng.integers(0, 256, (6, 28, 28, 1), dtype=np.uint8), rng.integers(0, 10, 6).astype(np.int32)
 
 
+@functools.cache
+def norms(convolution="patches"):
+    """(mean, std, params, images, labels) -> the norms of the examples' gradients."""
+
+    def of_examples(mean, std, *args):
+        return models.cnn(convolution=convolution, mean=mean, std=std).examples(*args).norms
+
+    return fast_jit(of_examples)
+
+
+@functools.cache
+def log_probs():
+    return fast_jit(lambda mean, std, *args: models.cnn(mean=mean, std=std).log_probs(*args))
+
+
+@functools.cache
+def clipped(convolution, clip_norm):
+    model = models.cnn(convolution=convolution)
+    return fast_jit(clipping.example_level(model.loss, clip_norm, model.examples), static_argnums=4)
+
+
+def median_norm(params, batch, convolution="patches"):
+    """So that half of the examples are clipped."""
+    return float(np.median(norms(convolution)(0.0, 1.0, params, *batch)))
+
+
 def test_parameter_count_is_the_papers(params):
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 431_080
 
 
 def test_both_convolutions_have_the_same_values_and_gradients(params, batch):
-    plain, fast = models.cnn(convolution="lax"), models.cnn(convolution="patches")
-    np.testing.assert_allclose(plain.log_probs(params, batch[0]), fast.log_probs(params, batch[0]), atol=1e-5)
-    expected = jax.grad(plain.loss)(params, *batch)
-    actual = jax.grad(fast.loss)(params, *batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), expected, actual)
+    def log_probs_and_gradient(convolution):
+        model = models.cnn(convolution=convolution)
+
+        def loss(params, images, labels):
+            log_probs = model.log_probs(params, images)
+            return model._replace(log_probs=lambda *_: log_probs).loss(params, images, labels), log_probs
+
+        gradient, log_probs = fast_jit(jax.grad(loss, has_aux=True))(params, *batch)
+        return log_probs, gradient
+
+    plain, fast = log_probs_and_gradient("lax"), log_probs_and_gradient("patches")
+    np.testing.assert_allclose(plain[0], fast[0], atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), plain[1], fast[1])
 
 
 def test_gradient_of_the_patch_convolution_to_its_input():
@@ -35,7 +74,7 @@ def test_gradient_of_the_patch_convolution_to_its_input():
     kernel = jax.random.normal(jax.random.key(2), (5, 5, 3, 4))
 
     def total(convolve):
-        return jax.grad(lambda x: jnp.sum(jnp.sin(convolve(x, kernel))))(x)
+        return fast_jit(jax.grad(lambda x, kernel: jnp.sum(jnp.sin(convolve(x, kernel)))))(x, kernel)
 
     np.testing.assert_allclose(total(models._convolve_patches), total(models._convolve), atol=2e-4)
 
@@ -63,7 +102,7 @@ def test_log_probs_match_a_plain_numpy_network(params, batch):
     x = np.maximum(x @ p["Dense_0"]["kernel"] + p["Dense_0"]["bias"], 0)
     x = x @ p["Dense_1"]["kernel"] + p["Dense_1"]["bias"]
     expected = x - np.log(np.exp(x).sum(1, keepdims=True))
-    actual = models.cnn(mean=mean, std=std).log_probs(params, images)
+    actual = log_probs()(mean, std, params, images)
     np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
@@ -77,13 +116,13 @@ def test_parameters_start_within_one_over_root_fan_in(params):
 @pytest.mark.parametrize("count", [1, 100, 230])
 def test_evaluation_does_not_depend_on_the_batches(params, count):
     rng = np.random.default_rng(1)
-    images = rng.integers(0, 256, (count, 28, 28, 1), dtype=np.uint8)
-    labels = rng.integers(0, 10, count).astype(np.int32)
-    model = models.cnn()
-    loss, accuracy = model.evaluate(params, images, labels)
-    log_probs = np.asarray(model.log_probs(params, images))
-    assert loss == pytest.approx(-log_probs[np.arange(count), labels].mean(), rel=1e-5)
-    assert accuracy == pytest.approx((log_probs.argmax(1) == labels).mean())
+    images = rng.integers(0, 256, (230, 28, 28, 1), dtype=np.uint8)
+    labels = rng.integers(0, 10, 230).astype(np.int32)
+    expected = np.asarray(log_probs()(0.0, 1.0, params, images))[:count]
+    images, labels = images[:count], labels[:count]
+    loss, accuracy = fast_jit(models.cnn().evaluate)(params, images, labels)
+    assert loss == pytest.approx(-expected[np.arange(count), labels].mean(), rel=1e-5)
+    assert accuracy == pytest.approx((expected.argmax(1) == labels).mean())
 
 
 def test_unknown_convolution_is_named():
@@ -95,11 +134,11 @@ def test_unknown_convolution_is_named():
 def test_norms_are_those_of_the_examples_gradients(params, batch, convolution):
     model = models.cnn(convolution=convolution, mean=0.3, std=0.5)
     one = jax.grad(lambda p, x, y: model.loss(p, x[None], y[None]))
-    each = jax.jit(jax.vmap(one, (None, 0, 0)))(params, *batch)
+    each = fast_jit(jax.vmap(one, (None, 0, 0)))(params, *batch)
     squares = sum(
         np.sum(np.square(leaf, dtype=np.float64).reshape(6, -1), 1) for leaf in jax.tree.leaves(each)
     )
-    found = jax.jit(lambda *args: model.examples(*args).norms)(params, *batch)
+    found = norms(convolution)(0.3, 0.5, params, *batch)
     np.testing.assert_allclose(found, np.sqrt(squares), rtol=2e-5)
     # Each layer counts: without the smallest part the sums would be off by more than that.
     parts = [np.sum(np.square(leaf).reshape(6, -1), 1) / squares for leaf in jax.tree.leaves(each)]
@@ -109,10 +148,9 @@ def test_norms_are_those_of_the_examples_gradients(params, batch, convolution):
 @pytest.mark.parametrize("convolution", models.CONVOLUTIONS)
 def test_examples_are_clipped_as_one_by_one(params, batch, convolution):
     model = models.cnn(convolution=convolution)
-    norms = model.examples(params, *batch).norms
-    clip_norm = float(np.median(norms))  # so half of them are clipped
-    slow = jax.jit(clipping.example_level(model.loss, clip_norm), static_argnums=4)
-    fast = jax.jit(clipping.example_level(model.loss, clip_norm, model.examples), static_argnums=4)
+    clip_norm = median_norm(params, batch, convolution)
+    slow = fast_jit(clipping.example_level(model.loss, clip_norm), static_argnums=4)
+    fast = clipped(convolution, clip_norm)
     present = jnp.array([True, False, True, True, False, True])
     for options in ((), (present, 5)):
         expected, found = slow(params, *batch, *options), fast(params, *batch, *options)
@@ -121,11 +159,10 @@ def test_examples_are_clipped_as_one_by_one(params, batch, convolution):
 
 
 def test_places_without_an_example_give_nothing(params, batch):
-    model = models.cnn()
-    gradient = jax.jit(clipping.example_level(model.loss, 1.0, model.examples), static_argnums=4)
+    gradient = clipped("patches", median_norm(params, batch))
     images, labels = (jnp.concatenate([jnp.asarray(leaf)] * 5) for leaf in batch)
     some = gradient(params, images, labels, jnp.arange(30) < 6, 6).gradient
-    expected = clipping.example_level(model.loss, 1.0, model.examples)(params, *batch).gradient
+    expected = gradient(params, *batch).gradient
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), some, expected)
     empty = gradient(params, images, labels, jnp.zeros(30, bool), 6)
     assert optax.global_norm(empty.gradient) == 0 and empty.loss == 0
@@ -133,16 +170,15 @@ def test_places_without_an_example_give_nothing(params, batch):
 
 def test_an_example_that_overflows_gives_nothing(params, batch):
     """A white image overflows, a black one does not: the others' sum must stay as it is, to the digit."""
-    model = models.cnn()
+    gradient = clipped("patches", median_norm(params, batch))
     huge = jax.tree.map(lambda leaf: 1e15 * leaf if leaf.ndim > 1 else 0 * leaf, params)
-    black, white = jnp.zeros((1, 28, 28, 1), jnp.uint8), jnp.full((1, 28, 28, 1), 255, jnp.uint8)
-    images, labels = jnp.concatenate([black, white, black]), jnp.array([1, 2, 3])
-    norms = model.examples(huge, images, labels).norms
-    assert np.isfinite(norms).tolist() == [True, False, True]
-    gradient = jax.jit(clipping.example_level(model.loss, 0.5, model.examples))
+    images, labels = np.zeros((6, 28, 28, 1), np.uint8), np.array([1, 2, 3, 4, 5, 6], np.int32)
+    finite = np.array([True, False, True] * 2)
+    images[~finite] = 255
+    np.testing.assert_array_equal(np.isfinite(norms()(0.0, 1.0, huge, images, labels)), finite)
     found = gradient(huge, images, labels).gradient
-    others = gradient(huge, images[::2], labels[::2]).gradient
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(3 * a, 2 * b, rtol=1e-6), found, others)
+    others = gradient(huge, images[finite], labels[finite]).gradient
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(6 * a, 4 * b, rtol=1e-6), found, others)
     assert optax.global_norm(found) > 0
     spoilt = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
     assert optax.global_norm(gradient(spoilt, images, labels).gradient) == 0

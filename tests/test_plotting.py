@@ -99,7 +99,8 @@ def test_filtering_shows_every_weight_and_what_the_malicious_ones_got(tmp_path, 
 def test_filtering_draws_zero_black_and_nothing_else():
     n, f = 8, 2
     values = np.full((4, n), 1 / n)  # one share: white
-    values[0, 0], values[1, 1], values[2, 7] = 0, 1e-30, 0  # filtered; nearly; filtered
+    values[0, 0], values[1, 1], values[2, 7] = 0, 2e-9 / n, 0  # filtered; nearly; filtered
+    values[3, 3] = 1e-17  # what rounding leaves of a filtered worker
     values[3, 6] = 0.5  # beyond the scale
     cells = colours(plotting.filtering(values, f, "a run"), width=4, height=1000).astype(int)
 
@@ -107,10 +108,11 @@ def test_filtering_draws_zero_black_and_nothing_else():
         # Six honest workers have a height of 1, two malicious ones too.
         return cells[int((worker + 0.5) / n * 1000), round].tolist()
 
-    assert cell(0, 0) == cell(2, 7) == [0, 0, 0]
+    assert cell(0, 0) == cell(2, 7) == cell(3, 3) == [0, 0, 0]
     assert cell(1, 1) == [0xD5, 0x5E, 0x00]
     assert cell(3, 6) == [0x00, 0x72, 0xB2]
-    rest = [cell(t, i) for t in range(4) for i in range(n) if (t, i) not in {(0, 0), (1, 1), (2, 7), (3, 6)}]
+    special = {(0, 0), (1, 1), (2, 7), (3, 3), (3, 6)}
+    rest = [cell(t, i) for t in range(4) for i in range(n) if (t, i) not in special]
     assert np.min(rest) >= 250
 
 

@@ -59,3 +59,54 @@ def test_silence(capsys):
 )
 def test_durations(seconds, text):
     assert progress.duration(seconds) == text
+
+
+class Clock:
+    """Stands still unless told."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+
+
+def train(shown, rounds, before=0, total=10):
+    with shown.training(before, total):
+        for round in range(before + 1, before + rounds + 1):
+            shown.update(round, loss=1.0, accuracy=None, epsilon=1.0)
+
+
+def test_the_time_left_of_a_sweep_is_that_of_what_is_still_to_do(monkeypatch):
+    clock, stream, done = Clock(monkeypatch), io.StringIO(), {"old"}
+    with progress.SweepProgress(dict.fromkeys(["old", *"abcdef"], 5.0), done.__contains__, stream) as shown:
+
+        def run(name, result, seconds, *, failed=False, finished=(), **options):
+            rounds = shown.begin(name)
+            clock.now += seconds
+            done.update(finished)
+            if failed or name in finished:
+                train(rounds, 10 - options.get("before", 0), **options)
+            shown.end(result, failed=failed)
+            return stream.getvalue().splitlines()[-1]
+
+        # Nothing has been timed: a run that failed says nothing about the others.
+        assert run("a", "failed: no", 7, failed=True) == "2/7  a  failed: no  0:07"
+        # Another process has it: it is still to do, and took no time.
+        assert run("b", "elsewhere", 0) == "2/7  b  elsewhere  0:00"
+        # Four are left at 60 s each, b among them.
+        assert run("c", "90%", 60, finished="c") == "3/7  c  90%  1:00  4:00 left"
+        # Meanwhile the other process has ended b: with two at work it is 40 s each, and two are left.
+        assert run("d", "90%", 60, finished="bd") == "5/7  d  90%  1:00  1:20 left"
+        # Half of e had been done before: 3.5 runs in 150 s.
+        assert run("e", "90%", 30, finished="e", before=5) == "6/7  e  90%  0:30  0:43 left"
+        assert run("f", "90%", 60, finished="f") == "7/7  f  90%  1:00  0:00 left"
+
+
+def test_a_terminal_gets_a_bar_over_the_sweep(monkeypatch):
+    clock, stream = Clock(monkeypatch), io.StringIO()
+    shown = progress.SweepProgress({"a": 5.0, "b": 15.0}, lambda name: False, stream)
+    train(shown.begin("a"), 0)
+    clock.now += 10
+    train(shown.begin("a"), 5)
+    (task,) = shown._bar.tasks
+    assert task.completed / task.total == pytest.approx(2.5 / 20)
+    assert task.fields["text"] == "0/2 runs  1:10 left  a"

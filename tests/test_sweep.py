@@ -1,6 +1,8 @@
 """Sweeps: which runs belong to one, what is run again, and what stays when something goes wrong."""
 
+import contextlib
 import csv
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,6 +17,7 @@ from cafcor_jax.errors import UserError
 from cafcor_jax.progress import Silent
 from cafcor_jax.workdir import Workdir
 from tests import tiny
+from tests.test_tensorboard import scalars
 from tests.tiny import compile_once  # noqa: F401 (a fixture)
 
 BASE = {
@@ -244,6 +247,68 @@ def test_a_run_in_another_process_is_left_to_it(tmp_path):
     assert [row["status"] for row in table(folder)] == ["missing", "done"]
 
 
+def test_runs_of_another_process_are_looked_at_once_more(tmp_path):
+    """It may have been stopped before they were done."""
+    found, folder = make(tmp_path, seed=[1, 2, 3]), tmp_path / "sweep"
+    first, second, third = found.runs
+    ended = []
+    with contextlib.ExitStack() as others:
+        for run in (first, second):
+            others.enter_context(Workdir(run.folder, run.config))
+
+        def finished(run, outcome):
+            ended.append((run.config.seed, outcome.status))
+            if run == third:
+                others.close()
+                experiment.run(second.config)
+
+        sweep.save(found, folder)
+        failed = sweep.run_all(found, folder, progress_of=lambda run: Silent(), finished=finished)
+    assert ended == [(1, "elsewhere"), (2, "elsewhere"), (3, "done"), (1, "done")] and not failed
+    assert [row["status"] for row in table(folder)] == ["done"] * 3
+
+
+def test_the_script_names_the_runs_of_another_process(tmp_path, monkeypatch, capsys):
+    from scripts import sweep as script
+
+    monkeypatch.setattr(experiment, "cache_compilations", lambda config: None)
+    found = make(tmp_path, seed=[1, 2])
+    arguments = [f"--{name}={value}" for name, value in BASE.items()]
+    arguments += ["--sweep=seed=1,2", f"--pool={tmp_path / 'pool'}", f"--sweep_dir={tmp_path / 'sweep'}"]
+    run = found.runs[0]
+    with Workdir(run.folder, run.config):
+        assert script.main(["scripts/sweep.py", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].startswith("1 of 2 runs are done")
+    assert lines[-2] == (
+        f"still running in another process: {run.folder.name}; when that has ended, give the command again"
+    )
+    assert script.main(["scripts/sweep.py", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 2 runs are done" in out and "another process" not in out
+
+
+@pytest.mark.parametrize("tensorboard", ["on", "off"])
+def test_finished_runs_get_event_files_if_they_are_wanted_later(tmp_path, tensorboard):
+    pytest.importorskip("tensorboardX")
+    folder = tmp_path / "sweep"
+    run_all(make(tmp_path, seed=[1]), folder)
+    found = make(tmp_path, seed=[1], base={"tensorboard": tensorboard})
+    events = found.runs[0].folder / "tensorboard"
+    assert not events.exists()
+    assert run_all(found, folder) == ([], {})
+    assert events.exists() == (tensorboard == "on")
+    if tensorboard == "on":
+        assert {step for _, step in scalars(events)} == {1, 2, 3}
+        # In use, or damaged: the results stay what they are.
+        with Workdir(found.runs[0].folder, found.runs[0].config):
+            assert run_all(found, folder) == ([], {})
+        (found.runs[0].folder / "weights.npy").unlink()
+        ended, failed = run_all(found, folder)
+        assert ended == [] and "weights.npy cannot be read" in failed[found.runs[0].folder.name]
+        assert [row["status"] for row in table(folder)] == ["done"]
+
+
 def test_a_baseline_is_one_row_of_a_panel(tmp_path):
     found = make(
         tmp_path,
@@ -321,6 +386,20 @@ def test_the_estimate_grows_with_the_work_and_learns(tmp_path):
     assert seconds(Config(rounds=60)) == pytest.approx(2 * seconds(base))
     assert seconds(Config(noise_mode="projected")) < seconds(base) / 2
     assert seconds(Config(attack="label_flip")) > seconds(base)
+
+    def search(rule, **settings):
+        """What an adaptive attack adds to a round."""
+        config = Config(aggregator=rule, attack="alie_adaptive", num_byzantine=5, **settings)
+        fixed = dataclasses.replace(config, attack="alie")
+        return (seconds(config) - seconds(fixed)) / config.rounds
+
+    # Of a linear rule an evaluation knows nothing of the dimension; others are called for each, on a sample.
+    assert 0 < search("caf") < 1 and search("caf") < search("median", num_workers=100)
+    numbers = 100 * (60 * 2**14 + 3 * 431_080)
+    assert search("median", num_workers=100) == pytest.approx(numbers * 8.5e-9)
+    assert search("median", num_workers=64) < search("median", num_workers=65) / 5  # written out, a loop
+    assert search("mean", pre_aggregator="nnm") == search("caf")
+    assert search("smea", num_workers=15) > search("caf", num_workers=15)
     found, folder = make(tmp_path, seed=[1, 2]), tmp_path / "sweep"
     before, factor = sweep.estimate(found)
     assert factor == 1 and before > 0

@@ -70,8 +70,23 @@ def caf(num_byzantine: int, *, eigenvector: str = "power") -> LinearRule:
 
 
 @float64_inside
-def spectral_filter(gram: Array, num_byzantine: int, *, eigenvector: str = "power") -> Filtered:
-    """Runs the filter of CAF on a Gram matrix [n, n]: the weights, and what a log wants to know."""
+def spectral_filter(
+    gram: Array,
+    num_byzantine: int,
+    *,
+    eigenvector: str = "power",
+    start: Array | None = None,
+    enough: Array | float = 0.0,
+) -> Filtered:
+    """Runs the filter of CAF on a Gram matrix [n, n]: the weights, and what a log wants to know.
+
+    Args:
+      gram: about any centre.
+      num_byzantine: f.
+      eigenvector: see `caf`.
+      start: c to begin with, [n] in [0, 1]; 1 for everyone unless given. What is missing counts as removed.
+      enough: the filter stops when the top eigenvalue is at most this times the largest weight.
+    """
     find_eigenvector = _EIGENVECTORS[eigenvector]
     n = gram.shape[0]
     valid = valid_workers(gram)
@@ -115,19 +130,20 @@ def spectral_filter(gram: Array, num_byzantine: int, *, eigenvector: str = "powe
             removed=loop.removed + loop.kept * share,
             best=best,
             # No variance left in any direction: nothing can be better.
-            done=~(highest > 0),
+            done=~(highest > 0) | (variance <= enough * jnp.max(weights)),
         )
 
-    ones = valid.astype(dtype)
-    start = Loop(
-        kept=ones,
-        removed=jnp.zeros(n, dtype),
+    kept = valid.astype(dtype) if start is None else jnp.where(valid, start, 0)
+    total = jnp.sum(kept)
+    begin = Loop(
+        kept=kept,
+        removed=jnp.where(valid, 1 - kept, 0),
         best=Filtered(
-            ones / jnp.maximum(jnp.sum(ones), 1), jnp.array(jnp.inf, dtype), jnp.array(0, jnp.int32)
+            kept / jnp.where(total > 0, total, 1), jnp.array(jnp.inf, dtype), jnp.array(0, jnp.int32)
         ),
-        done=num_valid == 0,
+        done=~(total > 0),
     )
-    return lax.while_loop(lambda loop: ~loop.done & removal_within_budget(loop), step, start).best
+    return lax.while_loop(lambda loop: ~loop.done & removal_within_budget(loop), step, begin).best
 
 
 def _top_scores(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cafcor_jax.columns import accumulator_dtype, finite_workers, num_workers
+from cafcor_jax.columns import common_dtype, finite_workers, num_coordinates, num_workers
 from cafcor_jax.float64 import batched_in_float64, differentiated_in_float64, in_float64
 from cafcor_jax.gram import gram, mix
 from cafcor_jax.types import Aggregate, Array, Updates
@@ -33,6 +33,17 @@ class LinearRule:
     is_selection: bool = False
     """Whether the weights are constant but for jumps, as those of a choice among workers are: derivatives
     then pass by them, and the rule can be differentiated in reverse too."""
+    is_slow: bool = False
+    """Whether `weigh` takes long, as that of a rule over all subsets does: who calls it many times for one
+    aggregation (an adaptive attack) should then do with fewer."""
+    in_dimension: Callable[[int], LinearRule] | None = None
+    """For a rule that depends on the number of coordinates d: from d to the rule. It has no `weigh` then."""
+
+    def for_messages(self, updates: Updates) -> LinearRule:
+        """The rule for messages like these: itself, unless it depends on the number of coordinates."""
+        if self.in_dimension is None:
+            return self
+        return self.in_dimension(num_coordinates(updates))
 
     def weights(self, updates: Updates) -> Array:
         """The weight of every worker, [n]."""
@@ -46,9 +57,9 @@ class LinearRule:
         """The aggregate and the weight of every worker in it."""
         check_tolerance(num_workers(updates), self.num_byzantine)
         updates = jax.tree.map(jnp.asarray, updates)
-        dtype = functools.reduce(
-            jnp.promote_types, [accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(updates)]
-        )
+        if self.in_dimension is not None:
+            return self.for_messages(updates).with_weights(updates)
+        dtype = common_dtype(updates)
 
         def weigh(updates: Updates) -> tuple[Array, Array]:
             products = self.inner_products(updates)

@@ -64,6 +64,11 @@ def compose(pre: Mixing, rule: Aggregator) -> Aggregator:
       >>> compose(nnm(num_byzantine=1), krum(num_byzantine=1))(x).tolist()
       [1.0]
     """
+    if isinstance(rule, LinearRule) and rule.in_dimension is not None:
+        raise ValueError(
+            "This rule knows the law of the workers' own messages, which mixtures do not follow: it takes no "
+            "pre-aggregation."
+        )
     if not isinstance(rule, LinearRule):
 
         def of_mixtures(updates: Updates) -> Aggregate:

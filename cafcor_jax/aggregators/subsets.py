@@ -48,7 +48,10 @@ def mda(num_byzantine: int) -> LinearRule:
         return jnp.max(jnp.where(inside, squared_distances(gram), 0))
 
     return LinearRule(
-        lambda gram: _best_subset("MDA", gram, num_byzantine, diameter), num_byzantine, is_selection=True
+        lambda gram: _best_subset("MDA", gram, num_byzantine, diameter),
+        num_byzantine,
+        is_selection=True,
+        is_slow=True,
     )
 
 
@@ -83,6 +86,7 @@ def smea(num_byzantine: int) -> LinearRule:
         lambda gram: _best_subset("SMEA", gram, num_byzantine, top_eigenvalue),
         num_byzantine,
         is_selection=True,
+        is_slow=True,
     )
 
 

@@ -5,7 +5,17 @@ An adaptive attack is made with the server's rule: `BY_NAME["alie_adaptive"](agg
 
 from collections.abc import Callable
 
-from cafcor_jax.attacks.adaptive import alie_adaptive, best_alie_factor, best_foe_factor, foe_adaptive
+from cafcor_jax.attacks.adaptive import alie_adaptive, best_factor, foe_adaptive
+from cafcor_jax.attacks.hidden import (
+    ProtocolAttack,
+    bias,
+    bias_cancel,
+    bias_drift,
+    bias_fixed,
+    bias_sleeper,
+    bias_spread,
+    bias_top,
+)
 from cafcor_jax.attacks.labels import LabelAttack, label_flip
 from cafcor_jax.attacks.vectors import (
     alie,
@@ -38,16 +48,30 @@ BY_NAME: dict[str, Callable[..., Attack]] = {
     "min_sum": min_sum,
     "alie_adaptive": alie_adaptive,
     "foe_adaptive": foe_adaptive,
+    "bias": bias,
+    "bias_cancel": bias_cancel,
+    "bias_fixed": bias_fixed,
+    "bias_top": bias_top,
+    "bias_spread": bias_spread,
+    "bias_drift": bias_drift,
+    "bias_sleeper": bias_sleeper,
 }
 
 __all__ = [
     "BY_NAME",
     "LabelAttack",
+    "ProtocolAttack",
     "alie",
     "alie_adaptive",
     "alie_z_max",
-    "best_alie_factor",
-    "best_foe_factor",
+    "best_factor",
+    "bias",
+    "bias_cancel",
+    "bias_drift",
+    "bias_fixed",
+    "bias_sleeper",
+    "bias_spread",
+    "bias_top",
     "foe",
     "foe_adaptive",
     "gaussian",

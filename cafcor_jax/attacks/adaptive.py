@@ -9,7 +9,8 @@ its pre-aggregation included.
 
 For a linear rule D is computed in Gram space. With y_i = x_i - mean and z(tau) = mean + s p, every inner
 product that the rule asks for is one of y_1, ..., y_h, p and the mean, times powers of s; so is the distance
-of the weighted sum. The messages are read once, for all tau together. Any other rule is called for every tau.
+of the weighted sum. The messages are read once, for all tau together. Any other rule is called for every tau;
+one that treats every coordinate by itself, of very many, is searched on a sample of them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cafcor_jax.aggregators.coordinatewise import CoordinatewiseRule
 from cafcor_jax.aggregators.linear import LinearRule, check_tolerance, gram_about_origin, only_validity
 from cafcor_jax.attacks.vectors import _shifted, _widened, honest_mean, honest_std, repeat
-from cafcor_jax.columns import num_workers
+from cafcor_jax.columns import as_rows, num_coordinates, num_workers
 from cafcor_jax.float64 import argmax, batched_in_float64, dot
 from cafcor_jax.gram import gram
 from cafcor_jax.types import Aggregate, Aggregator, Array, Attack, Updates
@@ -53,6 +55,9 @@ class LineSearch:
       zooms: how often.
       peaks: around how many peaks a zoom halves both intervals.
       others: how many other intervals it halves.
+      coordinates: on how many coordinates a coordinate-wise rule is searched, evenly taken from all; D is of
+      all
+        of them in the end, and compared with that of the fixed attacks.
     """
 
     smallest: float = 1e-3
@@ -61,6 +66,7 @@ class LineSearch:
     zooms: int = 6
     peaks: int = 3
     others: int = 6
+    coordinates: int = 2**14
 
     def __post_init__(self) -> None:
         if not 0 < self.smallest < self.largest <= 1e6:
@@ -68,7 +74,7 @@ class LineSearch:
                 f"smallest is {self.smallest!r} and largest is {self.largest!r}; it must be that "
                 "0 < smallest < largest <= 1e6."
             )
-        for name, least in (("per_decade", 1), ("zooms", 0), ("peaks", 1), ("others", 0)):
+        for name, least in (("per_decade", 1), ("zooms", 0), ("peaks", 1), ("others", 0), ("coordinates", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
@@ -77,6 +83,21 @@ class LineSearch:
         """The first points, ascending."""
         count = 1 + math.ceil(self.per_decade * math.log10(self.largest / self.smallest))
         return np.geomspace(self.smallest, self.largest, count)
+
+    def blocks(self, num_fixed: int) -> tuple[int, int]:
+        """In how many blocks the grid is tried, with 0 and so many fixed factors, and the size of a block."""
+        size = 2 * self.peaks + self.others
+        return -(-(1 + num_fixed + len(self.grid())) // size), size
+
+    def num_trials(self, num_fixed: int = 1) -> int:
+        """How many tau are tried: blocks of the grid, and one in each zoom.
+
+        Example:
+          >>> IN_GRAM_SPACE.num_trials(), DIRECT.num_trials()
+          (204, 60)
+        """
+        num_blocks, size = self.blocks(num_fixed)
+        return (num_blocks + self.zooms) * size
 
 
 #: For linear rules: an evaluation knows nothing of the dimension.
@@ -94,6 +115,14 @@ class Chosen(NamedTuple):
     """D(tau); NaN if no D was finite, and tau is then that of the fixed attack."""
 
 
+@dataclasses.dataclass(frozen=True)
+class AgainstRound:
+    """An attack that searches against what a rule with a memory does in the round at hand."""
+
+    make: Callable[[LinearRule], Attack]
+    """From the rule of the round to the attack on it."""
+
+
 class _Family(NamedTuple):
     """The messages start + tau * p = mean + (offset + tau) * p."""
 
@@ -103,13 +132,15 @@ class _Family(NamedTuple):
     fixed: tuple[float, ...]  # factors of the attacks that do not search, the usual one last
 
 
-_ALIE = _Family(honest_std, lambda mean: mean, offset=0.0, fixed=(1.5,))
-_FOE = _Family(
-    lambda honest, mean: jax.tree.map(jnp.negative, mean),
-    lambda mean: jax.tree.map(jnp.zeros_like, mean),
-    offset=1.0,
-    fixed=(1.0, 2.0),
-)
+_FAMILIES = {
+    "alie": _Family(honest_std, lambda mean: mean, offset=0.0, fixed=(1.5,)),
+    "foe": _Family(
+        lambda honest, mean: jax.tree.map(jnp.negative, mean),
+        lambda mean: jax.tree.map(jnp.zeros_like, mean),
+        offset=1.0,
+        fixed=(1.0, 2.0),
+    ),
+}
 
 
 def alie_adaptive(aggregator: Aggregator | None = None, *, search: LineSearch | None = None) -> Attack:
@@ -139,7 +170,7 @@ def alie_adaptive(aggregator: Aggregator | None = None, *, search: LineSearch | 
       Baruch et al., A Little Is Enough: Circumventing Defenses for Distributed Learning, NeurIPS 2019.
       Allouah et al., Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity, AISTATS 2023.
     """
-    return _adaptive(_ALIE, aggregator, search)
+    return _adaptive("alie", aggregator, search)
 
 
 def foe_adaptive(aggregator: Aggregator | None = None, *, search: LineSearch | None = None) -> Attack:
@@ -167,55 +198,42 @@ def foe_adaptive(aggregator: Aggregator | None = None, *, search: LineSearch | N
       Xie et al., Fall of Empires: Breaking Byzantine-tolerant SGD by Inner Product Manipulation, UAI 2019.
       Allouah et al., Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity, AISTATS 2023.
     """
-    return _adaptive(_FOE, aggregator, search)
+    return _adaptive("foe", aggregator, search)
 
 
-def best_alie_factor(
-    aggregator: Aggregator | None, honest: Updates, num_byzantine: int, *, search: LineSearch | None = None
+def best_factor(
+    family: str,
+    aggregator: Aggregator | None,
+    honest: Updates,
+    num_byzantine: int,
+    *,
+    search: LineSearch | None = None,
 ) -> Chosen:
-    """The factor that `alie_adaptive` takes, and the distance it gains.
+    """The factor that an adaptive attack takes, and the distance it gains.
 
     Args:
+      family: "alie" or "foe": that of `alie_adaptive` or of `foe_adaptive`.
       aggregator: the rule of the server, with its pre-aggregation.
       honest: leaves [h, ...].
       num_byzantine: f.
-      search: as for `alie_adaptive`.
+      search: as for the attack.
 
     Returns:
       tau and D(tau).
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from cafcor_jax.aggregators import median
+      >>> from cafcor_jax.aggregators import mean, median
       >>> honest = jnp.array([[0.0], [1.0], [2.0], [3.0]])
-      >>> print(best_alie_factor(median(num_byzantine=1), honest, 1).distance)
+      >>> print(best_factor("alie", median(num_byzantine=1), honest, 1).distance)
       0.5
-    """
-    return _best(_ALIE, _checked(aggregator), honest, num_byzantine, search)[0]
-
-
-def best_foe_factor(
-    aggregator: Aggregator | None, honest: Updates, num_byzantine: int, *, search: LineSearch | None = None
-) -> Chosen:
-    """The factor that `foe_adaptive` takes, and the distance it gains.
-
-    Args:
-      aggregator: the rule of the server, with its pre-aggregation.
-      honest: leaves [h, ...].
-      num_byzantine: f.
-      search: as for `foe_adaptive`.
-
-    Returns:
-      tau and D(tau).
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from cafcor_jax.aggregators import mean
-      >>> found = best_foe_factor(mean(), jnp.array([[1.0], [1.0], [1.0]]), 1)
+      >>> found = best_factor("foe", mean(), jnp.array([[1.0], [1.0], [1.0]]), 1)
       >>> print(found.factor, found.distance)
       100.0 25.25
     """
-    return _best(_FOE, _checked(aggregator), honest, num_byzantine, search)[0]
+    if family not in _FAMILIES:
+        raise ValueError(f"family is {family!r}; it must be one of {', '.join(_FAMILIES)}.")
+    return _best(_FAMILIES[family], _checked(aggregator), honest, num_byzantine, search)[0]
 
 
 def _checked(aggregator: Aggregator | None) -> Aggregator:
@@ -227,12 +245,12 @@ def _checked(aggregator: Aggregator | None) -> Aggregator:
     return aggregator
 
 
-def _adaptive(family: _Family, aggregator: Aggregator | None, search: LineSearch | None) -> Attack:
+def _adaptive(family: str, aggregator: Aggregator | None, search: LineSearch | None) -> Attack:
     rule = _checked(aggregator)
 
     def attack(key: Array, honest: Updates, num_byzantine: int) -> Updates:
         del key
-        return repeat(_best(family, rule, honest, num_byzantine, search)[1], num_byzantine)
+        return repeat(_best(_FAMILIES[family], rule, honest, num_byzantine, search)[1], num_byzantine)
 
     return attack
 
@@ -241,6 +259,8 @@ def _best(
     family: _Family, rule: Aggregator, honest: Updates, num_byzantine: int, search: LineSearch | None
 ) -> tuple[Chosen, Aggregate]:
     """The best factor, and the message it makes."""
+    if isinstance(rule, LinearRule):
+        rule = rule.for_messages(honest)
     wide = _widened(honest)
     mean = honest_mean(wide)
     p = family.direction(wide, mean)
@@ -263,9 +283,28 @@ def _best(
         chosen = batched_in_float64(find)(rows, largest)
     else:
         scale = batched_in_float64(_scale_of)(rows, largest)
-        objective = functools.partial(_half_deviation, rule, num_byzantine, honest, mean, message)
-        chosen = _line_search(objective, scale, family.fixed, search or DIRECT, dtype)
-        size = sum(leaf.size // leaf.shape[0] for leaf in leaves)
+        search = search or DIRECT
+        size = num_coordinates(honest)
+
+        def deviation(step: int) -> Callable[[Array], Array]:
+            def some(leaf: Array) -> Array:
+                return leaf if step == 1 else leaf.reshape(-1)[::step]
+
+            def some_of_all(leaf: Array) -> Array:
+                return leaf if step == 1 else as_rows(jnp.asarray(leaf))[:, ::step]
+
+            seen = jax.tree.map(some_of_all, honest)
+            mean_seen, start_seen, p_seen = (jax.tree.map(some, tree) for tree in (mean, start, p))
+            send = functools.partial(_shifted, start_seen, direction=p_seen, honest=seen)
+            return functools.partial(_half_deviation, rule, num_byzantine, seen, mean_seen, send)
+
+        step = -(-size // search.coordinates) if isinstance(rule, CoordinatewiseRule) else 1
+        chosen = _line_search(deviation(step), scale, family.fixed, search, dtype)
+        if step > 1:
+            factors = jnp.stack([chosen.factor, *(_like(factor, scale) for factor in family.fixed)])
+            distances = lax.map(deviation(1), factors)
+            best = argmax(jnp.where(jnp.isfinite(distances), distances, -jnp.inf))
+            chosen = Chosen(factors[best], distances[best])
         chosen = chosen._replace(distance=_in_range(chosen.distance * (2 * math.sqrt(size)), dtype))
     return chosen, message(chosen.factor)
 
@@ -372,8 +411,7 @@ def _line_search(
     usual = _like(np.array([0.0, *fixed]), scale)
     grid = factors(jnp.concatenate([usual, scale * _like(search.grid(), scale)]))
     # The grid goes block by block, as the zooms do: the rule is then compiled once.
-    block = 2 * search.peaks + search.others
-    num_blocks = -(-grid.shape[0] // block)
+    num_blocks, block = search.blocks(len(fixed))
     blocks = jnp.pad(grid, (0, num_blocks * block - grid.shape[0]), mode="edge").reshape(num_blocks, block)
     num_steps = num_blocks + search.zooms
 

@@ -15,6 +15,7 @@ from cafcor_jax.aggregators import BY_NAME, MAX_SUBSETS, centered_clipping, geom
 from cafcor_jax.aggregators.subsets import _left_out
 from tests.aggregators import messages, reference
 from tests.aggregators.test_conformance import RULES, build
+from tests.compiling import fast_jit
 
 # Few shapes, since each one is a compilation for every rule: (n, d, f).
 SHAPES = [(6, 3, 2), (9, 20, 4)]
@@ -89,8 +90,13 @@ def test_geometric_median_of_points_on_a_line(kind):
 @pytest.mark.parametrize("iterations, smoothing", [(1, 0.1), (3, 0.1), (3, 10.0), (50, 1e-3)])
 def test_geometric_median_in_a_fixed_number_of_steps(iterations, smoothing):
     x = np.random.default_rng(0).normal(size=(9, 5)).astype(np.float32) + 1
-    got = geometric_median(2, iterations=iterations, smoothing=smoothing)(x)
+    got = fast_jit(geometric_median(2, iterations=iterations, smoothing=smoothing))(x)
     np.testing.assert_allclose(got, reference.weiszfeld(x, iterations, smoothing), rtol=1e-5, atol=1e-6)
+
+
+@functools.cache
+def jitted_clipping(radius):
+    return fast_jit(centered_clipping(2, radius=radius, iterations=2))
 
 
 @pytest.mark.parametrize("radius", [1e-3, 1.0, 1e6])
@@ -99,7 +105,7 @@ def test_centered_clipping_of_huge_messages(radius, size):
     """The weight of a huge message is tiny, and its part in the result is not."""
     x = np.random.default_rng(0).normal(size=(9, 5)).astype(np.float32)
     x[0] = size
-    got = np.asarray(centered_clipping(2, radius=radius, iterations=2)(x))
+    got = np.asarray(jitted_clipping(radius)(x))
     np.testing.assert_allclose(got, reference.centered_clipping(x, radius, 2), rtol=1e-5, atol=1e-6 * radius)
 
 
@@ -119,7 +125,8 @@ def test_lengths_and_distances_at_once(name):
     """A pre-aggregation that clips nobody changes nothing, also far from the origin and in wide leaves."""
     x = (1000 + np.random.default_rng(0).normal(size=(10, 2**16))).astype(np.float32)
     composed = aggregators.compose(aggregators.clipping(radius=1e9), build(name))
-    np.testing.assert_allclose(composed.weights(x), build(name).weights(x), atol=1e-6)
+    got, want = fast_jit(lambda x: (composed.weights(x), build(name).weights(x)))(x)
+    np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_subsets_are_in_lexicographic_order():
@@ -139,7 +146,7 @@ def test_too_many_subsets(name):
 def test_monna_without_its_trusted_message():
     x = np.random.default_rng(0).normal(size=(9, 5)).astype(np.float32)
     x[4] = np.nan
-    np.testing.assert_allclose(monna(2, trusted=4)(x), np.delete(x, 4, axis=0).mean(0), atol=1e-6)
+    np.testing.assert_allclose(fast_jit(monna(2, trusted=4))(x), np.delete(x, 4, axis=0).mean(0), atol=1e-6)
 
 
 @pytest.mark.parametrize(

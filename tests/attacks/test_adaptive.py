@@ -1,7 +1,9 @@
 """Adaptive attacks: the search against brute force, Gram space against the rules themselves."""
 
+import dataclasses
 import functools
 import inspect
+import math
 import re
 
 import jax
@@ -9,16 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cafcor_jax import aggregators
+from cafcor_jax import aggregators, attacks
 from cafcor_jax.attacks import adaptive, vectors
 from cafcor_jax.attacks.adaptive import DIRECT, IN_GRAM_SPACE, LineSearch
+from tests.compiling import fast_jit
 
 H, F, D = 9, 2, 60
 KEY = jax.random.key(0)
 
 ATTACKS = {
-    "alie": (adaptive.alie_adaptive, adaptive.best_alie_factor),
-    "foe": (adaptive.foe_adaptive, adaptive.best_foe_factor),
+    name: (make, functools.partial(adaptive.best_factor, name))
+    for name, make in (("alie", adaptive.alie_adaptive), ("foe", adaptive.foe_adaptive))
 }
 FIXED = {"alie": (1.5,), "foe": (1.0, 2.0)}
 each_attack = pytest.mark.parametrize("name", list(ATTACKS))
@@ -35,9 +38,6 @@ RULES = {name: make(num_byzantine=F) for name, make in aggregators.BY_NAME.items
         ("clipping", "trimmed_mean"),
     ]
 }
-# What is compiled is what takes the time, so tests share it where they can, and it need not be fast.
-OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-fast_jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 # Both kinds of rules, and every pre-aggregation, with one attack each.
 SEARCHED = [
@@ -92,10 +92,9 @@ def unit_of_search(name, x):
 
 def searching(rule, name, f=F, search=None):
     """honest -> what is chosen and what is sent, compiled, as NumPy's."""
-    family = {"alie": adaptive._ALIE, "foe": adaptive._FOE}[name]
 
     def both(x):  # as the public functions do, with one search for the two
-        chosen, message = adaptive._best(family, rule, x, f, search)
+        chosen, message = adaptive._best(adaptive._FAMILIES[name], rule, x, f, search)
         return chosen, vectors.repeat(message, f)
 
     run = fast_jit(both)
@@ -450,6 +449,11 @@ def test_refuses_an_aggregator(name, aggregator):
         best(aggregator, messages(), F)
 
 
+def test_refuses_a_family():
+    with pytest.raises(ValueError, match="family is 'mimic'; it must be one of alie, foe"):
+        adaptive.best_factor("mimic", RULES["mean"], messages(), F)
+
+
 @each_attack
 def test_signature(name):
     make, _ = ATTACKS[name]
@@ -494,6 +498,30 @@ def test_refuses_a_search(options, message):
         LineSearch(**options)
 
 
+def test_a_sample_of_coordinates_finds_nearly_the_best():
+    """The distance is that of all coordinates, and no smaller than that of the fixed attack."""
+    x = {"a": messages(shape=(90, 100)), "b": messages(seed=1, shape=(77,))}
+    rule = aggregators.trimmed_mean(F)
+
+    def best(coordinates):
+        search = dataclasses.replace(DIRECT, coordinates=coordinates)
+        return fast_jit(lambda x: attacks.best_factor("alie", rule, x, F, search=search))(x)
+
+    exact, sampled = best(10**6), best(500)
+    assert 0.99 * exact.distance <= sampled.distance <= exact.distance * (1 + 1e-6)
+    assert sampled.factor != exact.factor
+    bad = attacks.alie(float(sampled.factor))(jax.random.key(0), x, F)
+    out = rule(jax.tree.map(lambda h, z: jnp.concatenate([h, z]), x, bad))
+    moved = jax.tree.map(lambda a, h: jnp.sum((a - h.mean(0)) ** 2), out, x)
+    np.testing.assert_allclose(sampled.distance, math.sqrt(sum(jax.tree.leaves(moved))), rtol=1e-4)
+    # On one coordinate the search knows nothing, and the fixed attack is still there.
+    one = best(1)
+    fixed = attacks.alie(1.5)(jax.random.key(0), x, F)
+    out = rule(jax.tree.map(lambda h, z: jnp.concatenate([h, z]), x, fixed))
+    moved = jax.tree.map(lambda a, h: jnp.sum((a - h.mean(0)) ** 2), out, x)
+    assert one.distance >= math.sqrt(sum(jax.tree.leaves(moved))) * (1 - 1e-4)
+
+
 def test_grids():
     grid = IN_GRAM_SPACE.grid()
     assert len(grid) == 126
@@ -501,3 +529,17 @@ def test_grids():
     assert grid[-1] == pytest.approx(1e2)
     np.testing.assert_allclose(grid[1:] / grid[:-1], 10 ** (1 / 25))
     assert len(DIRECT.grid()) == 17
+
+
+@each_attack
+def test_a_rule_is_called_as_often_as_the_search_says(name):
+    calls = []
+
+    def rule(updates):
+        jax.debug.callback(lambda: calls.append(1))
+        return updates.mean(0)
+
+    search = LineSearch(smallest=0.1, largest=1.0, per_decade=3, zooms=2, peaks=1, others=1)
+    searching(rule, name, search=search)(messages())
+    jax.effects_barrier()
+    assert len(calls) == search.num_trials(len(FIXED[name])) == (2 + (2 if name == "alie" else 3)) * 3

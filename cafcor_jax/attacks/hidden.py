@@ -1,0 +1,210 @@
+"""Attacks that hide in the noise: malicious workers that keep to the protocol, but for their gradient.
+
+They add the very noise that they owe, pair by pair, and keep a momentum, so their messages have the law of
+honest ones; only what is under the noise is not a clipped gradient but a bias of any length. What a server
+can find out is how long the bias is, against the noise. `factor` is its length for each worker, in units of
+the gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from cafcor_jax.aggregators.caf import top_eigenvector
+from cafcor_jax.attacks.vectors import _check_factor, honest_mean, repeat
+from cafcor_jax.columns import num_workers
+from cafcor_jax.float64 import in_float64
+from cafcor_jax.gram import gram, mix, recentred
+from cafcor_jax.types import Aggregate, Array, Updates
+
+_Direction = Callable[[Updates], Aggregate]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProtocolAttack:
+    """What malicious workers put in the place of their clipped gradient; all else is as the protocol says.
+
+    The federation calls it with the honest workers' clipped gradients, before any noise.
+    """
+
+    gradients: Callable[[Array, Updates, int, Array], Updates]
+    """(key, honest gradients, f, round) -> leaves [f, ...]."""
+
+    def __call__(self, key: Array, honest: Updates, num_byzantine: int, round_index: int = 1) -> Updates:
+        """Maps honest gradients, leaves [h, ...], to malicious ones, leaves [f, ...]."""
+        return self.gradients(key, honest, num_byzantine, jnp.asarray(round_index))
+
+
+def bias(factor: float = 100.0) -> ProtocolAttack:
+    """A common bias along minus the honest mean gradient: what harms training most.
+
+    Args:
+      factor: its length, for each worker.
+
+    Returns:
+      An attack.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> bias(10.0)(jax.random.key(0), jnp.array([[3.0, 0.0], [1.0, 0.0]]), 1).tolist()
+      [[-10.0, -0.0]]
+    """
+    return _common(_against_gradient, lambda round_index: jnp.asarray(factor), factor)
+
+
+def bias_fixed(factor: float = 100.0) -> ProtocolAttack:
+    """A common bias in one random direction, the same in all rounds: it adds up like t, noise less."""
+    return _common(_fixed, lambda round_index: jnp.asarray(factor), factor)
+
+
+def bias_top(factor: float = 100.0) -> ProtocolAttack:
+    """A common bias along the direction in which the honest gradients differ most, away from their mean."""
+    return _common(_top, lambda round_index: jnp.asarray(factor), factor)
+
+
+def bias_cancel(factor: float = 1.0) -> ProtocolAttack:
+    """Gradients that make the sum of all gradients 0, so that nothing is left of the honest ones.
+
+    -factor times the sum of the honest gradients over f, for each worker: that of `bias` whose length takes
+    the mean to 0. The mean then shows nothing, for there is none.
+
+    Args:
+      factor: how much of the honest sum is taken away; 1 for all of it.
+
+    Returns:
+      An attack.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> bias_cancel()(jax.random.key(0), jnp.array([[3.0, 0.0], [1.0, 2.0]]), 1).tolist()
+      [[-4.0, -2.0]]
+    """
+    _check_factor(factor, least=0)
+
+    def gradients(key: Array, honest: Updates, num_byzantine: int, round_index: Array) -> Updates:
+        del key, round_index
+        scale = -factor * num_workers(honest) / max(num_byzantine, 1)
+        return repeat(jax.tree.map(lambda m: (scale * m).astype(m.dtype), honest_mean(honest)), num_byzantine)
+
+    return ProtocolAttack(gradients)
+
+
+def bias_drift(factor: float = 100.0, *, rounds: int = 10) -> ProtocolAttack:
+    """`bias` whose length grows steadily and reaches `factor` after so many rounds; then it stays.
+
+    Args:
+      factor: its greatest length.
+      rounds: until then.
+
+    Returns:
+      An attack.
+    """
+    return _common(_against_gradient, lambda t: factor * jnp.minimum(t / rounds, 1), factor)
+
+
+def bias_sleeper(factor: float = 100.0, *, rounds: int = 10) -> ProtocolAttack:
+    """`bias` by workers that send the honest mean gradient for so many rounds before.
+
+    Args:
+      factor: the bias's length.
+      rounds: in which they behave.
+
+    Returns:
+      An attack.
+    """
+    _check_factor(factor, least=0)
+
+    def gradients(key: Array, honest: Updates, num_byzantine: int, round_index: Array) -> Updates:
+        del key
+        asleep = round_index <= rounds
+        mean = honest_mean(honest)
+        message = jax.tree.map(
+            lambda m, u: jnp.where(asleep, m, factor * u).astype(m.dtype), mean, _against_gradient(honest)
+        )
+        return repeat(message, num_byzantine)
+
+    return ProtocolAttack(gradients)
+
+
+def bias_spread(factor: float = 100.0) -> ProtocolAttack:
+    """Different vectors that add up to `bias`: no two of them are alike.
+
+    b_j = factor u + e_j with random e_j of sum 0, as long as makes the inner products of different b_j
+    vanish: pairs show nothing, at the price of lengths that show more, ||b_j||^2 = f factor^2.
+
+    Args:
+      factor: the length of their mean.
+
+    Returns:
+      An attack.
+    """
+    _check_factor(factor, least=0)
+
+    def gradients(key: Array, honest: Updates, num_byzantine: int, round_index: Array) -> Updates:
+        del round_index  # the key is the round's own
+        direction = _against_gradient(honest)
+        leaves, structure = jax.tree.flatten(direction)
+        size = sum(leaf.size for leaf in leaves)
+        common = repeat(direction, num_byzantine)
+        keys = jax.tree.unflatten(structure, list(jax.random.split(key, len(leaves))))
+
+        def of_leaf(u: Array, leaf_key: Array) -> Array:
+            # In high dimension random vectors are orthogonal: less their mean, each is sqrt(1 - 1/f) long and
+            # the inner products are -1/f, so sqrt(f) of them brings the products to -1.
+            noise = jax.random.normal(leaf_key, u.shape, u.dtype) / jnp.sqrt(size).astype(u.dtype)
+            apart = jnp.sqrt(num_byzantine).astype(u.dtype) * (noise - noise.sum(0) / max(num_byzantine, 1))
+            return jnp.asarray(factor, u.dtype) * (u + apart)
+
+        return jax.tree.map(of_leaf, common, keys)
+
+    return ProtocolAttack(gradients)
+
+
+def _common(direction: _Direction, length: Callable[[Array], Array], factor: float) -> ProtocolAttack:
+    _check_factor(factor, least=0)
+
+    def gradients(key: Array, honest: Updates, num_byzantine: int, round_index: Array) -> Updates:
+        del key
+        scale = length(round_index)
+        message = jax.tree.map(lambda u: (scale * u).astype(u.dtype), direction(honest))
+        return repeat(message, num_byzantine)
+
+    return ProtocolAttack(gradients)
+
+
+def _against_gradient(honest: Updates) -> Aggregate:
+    return _unit(jax.tree.map(jnp.negative, honest_mean(honest)))
+
+
+def _fixed(honest: Updates) -> Aggregate:
+    num_workers(honest)
+    leaves, structure = jax.tree.flatten(honest)
+    keys = jax.random.split(jax.random.key(0), len(leaves))  # the same in every round: that is the attack
+    normals = [jax.random.normal(k, leaf.shape[1:], leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
+    return _unit(jax.tree.unflatten(structure, normals))
+
+
+def _top(honest: Updates) -> Aggregate:
+    @in_float64
+    def direction(honest: Updates) -> tuple[Aggregate, Aggregate]:
+        h = num_workers(honest)
+        vector = top_eigenvector(recentred(gram(honest), jnp.full(h, 1 / h)))
+        # The entries of the eigenvector sum to 0, so the mean drops out.
+        return mix(vector - vector.mean(), honest, all_finite=True), honest_mean(honest)
+
+    top, mean = direction(honest)
+    products = jax.tree.map(lambda a, b: jnp.sum(a * b), top, mean)
+    sign = jnp.where(sum(jax.tree.leaves(products)) > 0, -1, 1)
+    return _unit(jax.tree.map(lambda leaf: (sign * leaf).astype(leaf.dtype), top))
+
+
+def _unit(vector: Aggregate) -> Aggregate:
+    norm = optax.global_norm(vector)
+    return jax.tree.map(lambda leaf: leaf / jnp.where(norm > 0, norm, 1).astype(leaf.dtype), vector)

@@ -1,0 +1,306 @@
+"""Measures the rules that know the noise: false alarms, the largest bias that stays hidden, and their cost.
+
+Honest rounds are drawn as Gram matrices (Bartlett's decomposition of a Wishart matrix), which have the law of
+messages of any dimension without ever forming one; the rules see nothing else of messages.
+
+Parts:
+  alarms  how often honest workers are flagged, over --rounds honest rounds, at several (n, d, sigma)
+  hidden  the longest common bias of f workers in one round: that of random-matrix theory, those of the
+          rule's limits (in a group, along the mean), and the measured one, at which half of --draws rounds
+          are flagged
+  advice  what such a bias moves the mean by, against the clipping norm, at equal privacy over n, d and f;
+          with --plot also as a picture
+  cost    seconds of CAF and of both rules on messages of 431,080 coordinates, in turns
+
+Examples:
+  python scripts/defence.py --part=alarms
+  python scripts/defence.py --part=hidden
+  python scripts/defence.py --part=advice --plot=runs/hidden_bias.png
+  python scripts/defence.py --part=cost
+"""
+
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from matplotlib.figure import Figure
+
+from cafcor_jax import aggregators, cli, plotting, privacy, progress
+from cafcor_jax.aggregators import noise_law
+from cafcor_jax.errors import UserError
+from cafcor_jax.float64 import in_float64
+
+# (n, f, d, sigma_ind, sigma_cor): the paper's settings, and smaller ones.
+SETTINGS = (
+    (100, 5, 431_080, 0.0, 0.6),
+    (100, 10, 431_080, 0.6, 0.6),
+    (100, 10, 10_000, 0.0, 0.6),
+    (30, 3, 100_000, 1.0, 0.2),
+    (15, 5, 1_000, 0.0, 1.0),
+    (10, 2, 200, 1.0, 0.0),
+)
+PARAMETERS = 431_080
+
+
+def read_flags(argv: Sequence[str]) -> Any:
+    values = flags.FlagValues()
+    flags.DEFINE_enum(
+        "part", None, ["alarms", "hidden", "advice", "cost"], "What to measure.", flag_values=values
+    )
+    flags.DEFINE_integer("rounds", 10_000, "Honest rounds.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer(
+        "draws", 20, "Rounds for each bias that is tried.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_float("false_alarm", 1e-3, "The stated chance.", 1e-12, 0.5, flag_values=values)
+    flags.DEFINE_float("clip_norm", 2.25, "The greatest length of a signal.", 0.0, flag_values=values)
+    flags.DEFINE_integer("repeats", 7, "Timed calls of each rule.", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("plot", None, "Where the picture of --part=advice goes.", flag_values=values)
+    flags.DEFINE_integer("seed", 1, "Of the draws.", flag_values=values)
+    if any(arg in cli.HELP for arg in argv[1:]):
+        print(__doc__)
+        sys.exit(0)
+    try:
+        rest = values(argv)
+    except flags.Error as error:
+        raise UserError(str(error)) from None
+    if rest[1:]:
+        raise UserError(f"{rest[1]!r} is not a flag: see --help.")
+    if values.part is None:
+        raise UserError("--part is not given: say alarms, hidden, advice or cost.")
+    return values
+
+
+def wishart(rng: np.random.Generator, root: np.ndarray, dimension: int, rounds: int) -> np.ndarray:
+    """Gram matrices [rounds, n, n] of honest noise, given a root of its covariance."""
+    n = len(root)
+    lower = np.tril(rng.normal(size=(rounds, n, n)), -1)
+    lower[:, np.arange(n), np.arange(n)] = np.sqrt(rng.chisquare(dimension - np.arange(n), (rounds, n)))
+    x = root @ lower
+    return x @ x.transpose(0, 2, 1)
+
+
+def root_of(covariance: np.ndarray) -> np.ndarray:
+    values, vectors = np.linalg.eigh(covariance)
+    return (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
+
+
+@functools.cache
+def judge_of(n: int, f: int, d: int, sigma_ind: float, sigma_cor: float, false_alarm: float) -> Callable:
+    law = noise_law.limits(noise_law.covariance(n, sigma_ind, sigma_cor), d, f, false_alarm)
+    one = in_float64(lambda gram, signal: noise_law.judge([noise_law.Evidence(gram, signal)], law, f))
+    return jax.jit(lambda grams, signal: jax.lax.map(lambda gram: one(gram, signal), grams))
+
+
+def verdicts(grams: np.ndarray, signal: float, *law: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Who was flagged, [rounds, n], and whether the law fitted, [rounds]."""
+    with jax.enable_x64(True):
+        found = jax.device_get(judge_of(*law)(jnp.asarray(grams), signal))
+    return np.asarray(found.flagged), np.asarray(found.fits)
+
+
+def alarms(values: Any, show: progress.Progress) -> str:
+    lines = [
+        f"  {'n':>4} {'f':>3} {'d':>8} {'sigma_ind':>9} {'sigma_cor':>9}   alarms in {values.rounds:,} rounds"
+    ]
+    for n, f, d, ind, cor in SETTINGS:
+        rng = np.random.default_rng(values.seed)
+        root, count, left = root_of(noise_law.covariance(n, ind, cor)), 0, values.rounds
+        with show.phase(f"n = {n}, d = {d:,}"):
+            while left:
+                batch = min(left, 500)
+                flagged, fits = verdicts(
+                    wishart(rng, root, d, batch), 0.0, n, f, d, ind, cor, values.false_alarm
+                )
+                count += int((flagged.any(axis=1) | ~fits).sum())
+                left -= batch
+        lines.append(f"  {n:>4} {f:>3} {d:>8,} {ind:>9g} {cor:>9g}   {count} ({count / values.rounds:.2g})")
+    return "\n".join([*lines, f"  stated: at most {values.false_alarm:g} in a round"])
+
+
+def measured_bias(values: Any, n: int, f: int, d: int, ind: float, cor: float) -> float:
+    """The length at which half of the draws are flagged, by bisection; draws are the same for all lengths."""
+    rng = np.random.default_rng(values.seed)
+    root = root_of(noise_law.covariance(n, ind, cor))
+    # All of the bias is in one coordinate: that one is drawn by itself.
+    others = wishart(rng, root, d - 1, values.draws)
+    first = rng.normal(size=(values.draws, n)) @ root
+    who = np.arange(n) >= n - f
+
+    def caught(length: float) -> float:
+        y = first + length * who
+        grams = others + y[:, :, None] * y[:, None, :]
+        flagged, _ = verdicts(grams, values.clip_norm, n, f, d, ind, cor, values.false_alarm)
+        return float(flagged[:, n - f :].any(axis=1).mean())
+
+    nu = ind**2 + n * cor**2
+    low, high = 0.0, 10 * math.sqrt(nu * math.sqrt(n * d) / f)
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (low, middle) if caught(middle) >= 0.5 else (middle, high)
+    return high
+
+
+def hidden(values: Any, show: progress.Progress) -> str:
+    lines = [
+        f"  {'n':>4} {'f':>3} {'d':>8} {'sigma_ind':>9} {'sigma_cor':>9}   "
+        f"{'spectral':>8} {'in group':>8} {'along mean':>10} {'measured':>8}   moves the mean by"
+    ]
+    for n, f, d, ind, cor in SETTINGS:
+        predicted = noise_law.hidden_bias(
+            num_workers=n,
+            num_byzantine=f,
+            dimension=d,
+            sigma_ind=ind,
+            sigma_cor=cor,
+            clip_norm=values.clip_norm,
+            false_alarm=values.false_alarm,
+        )
+        with show.phase(f"n = {n}, d = {d:,}"):
+            found = measured_bias(values, n, f, d, ind, cor)
+        lines.append(
+            f"  {n:>4} {f:>3} {d:>8,} {ind:>9g} {cor:>9g}   {predicted.spectral:>8.1f} "
+            f"{predicted.in_group:>8.1f} {predicted.along_mean:>10.1f} {found:>8.1f}   {f * found / n:.2f}"
+        )
+    return "\n".join(lines)
+
+
+def moves_the_mean(values: Any, threat_model: str, n: int, f: int, d: int) -> dict[str, float]:
+    """What hidden biases move the mean by, after 30 rounds with the paper's budget and momentum."""
+    rounds, momentum = 30, 0.85
+    plan = privacy.calibrate(
+        threat_model=threat_model,
+        epsilon=27.8,
+        delta=1e-4,
+        num_workers=n,
+        num_byzantine=f,
+        rounds=rounds,
+        clip_norm=values.clip_norm,
+        accountant="rdp",
+    )
+    shrunk = math.sqrt((1 - momentum) / (1 + momentum))
+    common: dict[str, Any] = {
+        "num_workers": n,
+        "num_byzantine": f,
+        "dimension": d,
+        "clip_norm": values.clip_norm,
+    }
+    in_round = noise_law.hidden_bias(
+        **common,
+        sigma_ind=shrunk * plan.sigma_ind,
+        sigma_cor=shrunk * plan.sigma_cor,
+        false_alarm=values.false_alarm,
+    )
+    in_sum = noise_law.hidden_bias(
+        **common,
+        sigma_ind=plan.sigma_ind,
+        sigma_cor=plan.sigma_cor,
+        false_alarm=values.false_alarm / 2,
+        rounds=rounds,
+    )
+    return {
+        "caf_noise_aware": f / n * in_round.detected,
+        "caf_history": f / n * min(in_round.detected, in_sum.detected),
+        "spectral": f / n * in_sum.spectral,
+    }
+
+
+def advice(values: Any, show: progress.Progress) -> str:
+    lines = [
+        f"  epsilon 27.8, 30 rounds, momentum 0.85, C = {values.clip_norm:g}: a hidden bias moves the mean",
+        "  by (length; training is safe well below C)",
+        f"  {'n':>5} {'f':>4} {'d':>11}   {'SecLDP: aware':>13} {'history':>8} {'spectral':>8}   "
+        f"{'ByzLDP: aware':>13} {'history':>8} {'spectral':>8}",
+    ]
+    for n in (30, 100, 1000):
+        for f in (n // 20, n // 10):
+            for d in (10_000, PARAMETERS, 10_000_000):
+                both = [moves_the_mean(values, threat, n, f, d) for threat in ("secldp", "byzldp")]
+                figures = "   ".join(
+                    f"{one['caf_noise_aware']:>13.2f} {one['caf_history']:>8.2f} {one['spectral']:>8.2f}"
+                    for one in both
+                )
+                lines.append(f"  {n:>5} {f:>4} {d:>11,}   {figures}")
+    if values.plot:
+        path = Path(values.plot)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with show.phase("drawing"):
+            plotting.save(picture(values), path)
+        lines.append(f"  picture: {path}")
+    return "\n".join(lines)
+
+
+def picture(values: Any) -> Figure:
+    """What the longest hidden bias moves the mean by over d, under both threat models."""
+    figure = Figure(figsize=(8.4, 3.8), layout="constrained")
+    styles = {
+        "caf_noise_aware": ("#0072B2", "-", "caf_noise_aware"),
+        "caf_history": ("#D55E00", "--", "caf_history"),
+        "spectral": ("#555555", ":", "spectral threshold, sums of 30 rounds"),
+    }
+    dims = np.geomspace(1e3, 1e7, 40)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (title, threat) in zip(panels, (("SecLDP", "secldp"), ("ByzLDP", "byzldp")), strict=True):
+        found = [moves_the_mean(values, threat, 100, 5, int(d)) for d in dims]
+        for name, (colour, style, label) in styles.items():
+            axes.plot(dims, [one[name] for one in found], style, color=colour, label=label)
+        if values.clip_norm:
+            axes.axhline(values.clip_norm, color="black", linewidth=1)
+            axes.text(1.1e3, 1.06 * values.clip_norm, f"C = {values.clip_norm:g}", fontsize=8, va="bottom")
+        axes.set(xscale="log", yscale="log", title=f"{title}, n = 100, f = 5")
+        axes.set_xlabel("parameters of the model, d")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("a hidden bias moves the mean by (length)")
+    panels[0].legend(fontsize=8)
+    return figure
+
+
+def cost(values: Any, show: progress.Progress) -> str:
+    n, f, momentum = 100, 5, 0.85
+    noise: dict[str, Any] = {"sigma_ind": 0.0, "sigma_cor": 0.6, "clip_norm": 2.25}
+    rng = np.random.default_rng(values.seed)
+    with show.phase("drawing messages"):
+        z = rng.standard_normal((n, PARAMETERS), np.float32)
+        x = jnp.asarray(0.6 * math.sqrt(n) * (z - z.mean(0)))
+    calls: dict[str, Callable[[], Any]] = {"caf": functools.partial(jax.jit(aggregators.caf(f)), x)}
+    calls["caf_noise_aware"] = functools.partial(jax.jit(aggregators.caf_noise_aware(f, **noise)), x)
+    rule = aggregators.caf_history(f, momentum=momentum, **noise)
+    state = rule.init(x)._replace(round=jnp.int32(1))
+    calls["caf_history"] = functools.partial(jax.jit(rule.apply), state, (1 - momentum) * x)
+    best = dict.fromkeys(calls, math.inf)
+    with show.phase("timing"):
+        for call in calls.values():
+            jax.block_until_ready(call())
+        for _ in range(values.repeats):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                jax.block_until_ready(call())
+                best[name] = min(best[name], time.perf_counter() - start)
+    lines = [f"  n = {n}, f = {f}, d = {PARAMETERS:,}; best of {values.repeats}, in turns"]
+    return "\n".join(
+        lines
+        + [f"  {name:<16} {took:.3f} s  {took / best['caf']:.2f} times CAF" for name, took in best.items()]
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    values = read_flags(argv)
+    show = progress.automatic()
+    parts: dict[str, Callable[[Any, progress.Progress], str]] = {
+        "alarms": alarms,
+        "hidden": hidden,
+        "advice": advice,
+        "cost": cost,
+    }
+    show.log("\n" + parts[values.part](values, show))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.status(lambda: main(sys.argv)))
