@@ -18,8 +18,8 @@ from jax import lax
 
 from cafcor_jax import clipping, grid, noise, secrets
 from cafcor_jax.aggregators import Judged, LinearRule, StatefulRule
-from cafcor_jax.attacks.adaptive import AgainstRound
-from cafcor_jax.attacks.hidden import ProtocolAttack
+from cafcor_jax.attacks.adaptive import AgainstRound, best_push
+from cafcor_jax.attacks.hidden import ProtocolAttack, Push
 from cafcor_jax.attacks.labels import LabelAttack
 from cafcor_jax.attacks.vectors import honest_mean
 from cafcor_jax.columns import finite_workers, num_workers
@@ -188,6 +188,18 @@ def federation(
 
         return lax.cond(state.round == 0, lambda _: state.momentum, later, None)
 
+    def pushed_messages(key: Array, state: State, gradients: Updates, push: Push) -> Updates:
+        """What all workers send, leaves [n, ...], where malicious ones do as they should but for a push."""
+        assert isinstance(attack, ProtocolAttack)
+        if attack.factor is not None:
+            return next_momentum(key, state, _joined(gradients, push.gradients(attack.factor)))
+        messages = next_momentum(key, state, _joined(gradients, push.start))
+        # Round 0 sends no gradient.
+        scale = jnp.where(state.round == 0, 0, 1 - momentum)
+        direction = jax.tree.map(lambda leaf: (scale * leaf).astype(leaf.dtype), push.direction)
+        factor = best_push(aggregator, state.server, messages, direction).factor
+        return jax.tree.map(lambda m, u: m.at[h:].add((factor * u).astype(m.dtype)), messages, direction)
+
     def malicious_messages(key: Array, state: State, data: Data, honest: Updates) -> Updates:
         """What the malicious workers send, leaves [f, ...]."""
         streams = _streams(key)
@@ -235,8 +247,9 @@ def federation(
         gradients = clipped.gradient
         if f and isinstance(attack, ProtocolAttack):
             attack_key = jax.random.fold_in(streams.attack, state.round)
-            gradients = _joined(gradients, attack.gradients(attack_key, gradients, f, state.round))
-        sent = next_momentum(key, state, gradients)
+            sent = pushed_messages(key, state, gradients, attack.push(attack_key, gradients, f, state.round))
+        else:
+            sent = next_momentum(key, state, gradients)
         honest = jax.tree.map(lambda leaf: leaf[:h], sent)
         messages = sent
         if f and senders < n:

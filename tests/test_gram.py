@@ -9,7 +9,7 @@ from cafcor_jax.columns import num_workers
 from cafcor_jax.gram import gram, mix
 
 B = 8192  # columns a block
-LARGE = 2**16  # from here on products are in float32
+LARGE = 2**16  # from here on products are in float32, to 3e-7 where a processor adds 8 numbers at once
 N = 5
 
 jit_gram, jit_mix = jax.jit(gram), jax.jit(mix)
@@ -34,7 +34,7 @@ def rows(d, n=N, seed=0):
 def test_gram_at_block_boundaries(d):
     x = rows(d)
     exact = x.astype(np.float64) @ x.astype(np.float64).T
-    np.testing.assert_allclose(jit_gram(x), exact, rtol=0, atol=(1e-7 if d >= LARGE else 1e-12) * exact.max())
+    np.testing.assert_allclose(jit_gram(x), exact, rtol=0, atol=(1e-6 if d >= LARGE else 1e-12) * exact.max())
 
 
 @pytest.mark.parametrize("column", [0, B - 1, B, 2 * B - 1, 2 * B, 2 * B + 6])

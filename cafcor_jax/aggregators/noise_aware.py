@@ -52,6 +52,11 @@ class StatefulRule:
     """(state, messages) -> (the aggregate of the round, the state for the next)."""
     this_round: Callable[[PyTree, int], LinearRule]
     """(state, d) -> what the rule does in this round with messages alone: for attacks that know it."""
+    views: Callable[[PyTree, Updates], list[Updates]]
+    """(state, messages) -> all that it takes inner products of, like the messages and affine in them: for
+    attacks that know all of it."""
+    weigh: Callable[[PyTree, list[Array], int], Array]
+    """(state, the Gram matrices of the views about the origin, d) -> weights [n]; inside `in_float64`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +81,11 @@ class _Noise:
                 f"false_alarm is {self.false_alarm!r}; it must be between 0 and 1, a probability."
             )
 
+    @property
+    def without_law(self) -> bool:
+        """Whether there is no noise, and so no law."""
+        return self.sigma_ind == 0 and self.sigma_cor == 0
+
     def limits(self, n: int, dimension: int) -> Limits | None:
         """The law for n workers and d coordinates; None if there is no noise and so no law."""
         check_tolerance(n, self.num_byzantine)
@@ -84,7 +94,7 @@ class _Noise:
                 f"graph is over {self.graph.num_workers} workers, and there are {n} messages: it must be "
                 "over as many."
             )
-        if self.sigma_ind == 0 and self.sigma_cor == 0:
+        if self.without_law:
             return None
         noise = noise_law.covariance(n, self.sigma_ind, self.sigma_cor, self.graph)
         without = np.flatnonzero(np.diagonal(noise) <= 0)
@@ -291,23 +301,30 @@ def _over_rounds(noise: _Noise, momentum: float, *, remembers: bool) -> Stateful
         total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), updates) if remembers else ()
         return _History(jnp.int32(0), total)
 
+    def views(state: _History, updates: Updates) -> list[Updates]:
+        if not remembers or noise.without_law:
+            return [updates]
+        return [updates, jax.tree.map(lambda m, p: m / (1 - momentum) + p, updates, state.total)]
+
+    def decide(state: _History, products: list[Array], dimension: int) -> tuple[Array, Verdict]:
+        """The weights, and what the law says."""
+        n, f = products[0].shape[0], noise.num_byzantine
+        law = noise.limits(n, dimension)
+        if law is None:
+            nobody = Verdict(jnp.zeros(n, bool), jnp.ones(n), jnp.asarray(True))
+            return spectral_filter(products[0], f).weights, nobody
+        rounds = state.round.astype(np.float64)
+        evidence = [_evidence(products[0], noise, variance(state.round))]
+        evidence += [_evidence(sums, noise, rounds, signal=rounds) for sums in products[1:]]
+        verdict = noise_law.judge(evidence, law, f)
+        return _weigh(products[0], verdict, law, variance(state.round), f), verdict
+
     @in_float64
     def apply(state: _History, updates: Updates) -> tuple[Judged, _History]:
-        n, f = num_workers(updates), noise.num_byzantine
-        law = noise.limits(n, num_coordinates(updates))
-        products = gram_about_origin(updates)
-        valid = valid_workers(products)
-        verdict = Verdict(jnp.zeros(n, bool), jnp.ones(n), jnp.asarray(True))
-        if law is None:
-            weights = spectral_filter(products, f).weights
-        else:
-            evidence = [_evidence(products, noise, variance(state.round))]
-            if remembers:
-                rounds = state.round.astype(np.float64)
-                sums = jax.tree.map(lambda m, p: m / (1 - momentum) + p, updates, state.total)
-                evidence.append(_evidence(gram_about_origin(sums), noise, rounds, signal=rounds))
-            verdict = noise_law.judge(evidence, law, f)
-            weights = _weigh(products, verdict, law, variance(state.round), f)
+        num_workers(updates)
+        products = [gram_about_origin(view) for view in views(state, updates)]
+        weights, verdict = decide(state, products, num_coordinates(updates))
+        valid = valid_workers(products[0])
         # A message that is not finite must not stay in the sum; that it is missing there breaks the law.
         total = (
             jax.tree.map(
@@ -324,4 +341,6 @@ def _over_rounds(noise: _Noise, momentum: float, *, remembers: bool) -> Stateful
         with jax.enable_x64(True):
             return _rule(noise, dimension, variance(state.round))
 
-    return StatefulRule(init, apply, this_round)
+    return StatefulRule(
+        init, apply, this_round, views, lambda state, products, d: decide(state, products, d)[0]
+    )

@@ -5,9 +5,10 @@ An adaptive attack is made with the server's rule: `BY_NAME["alie_adaptive"](agg
 
 from collections.abc import Callable
 
-from cafcor_jax.attacks.adaptive import alie_adaptive, best_factor, foe_adaptive
+from cafcor_jax.attacks.adaptive import alie_adaptive, best_factor, best_push, foe_adaptive
 from cafcor_jax.attacks.hidden import (
     ProtocolAttack,
+    Push,
     bias,
     bias_cancel,
     bias_drift,
@@ -61,10 +62,12 @@ __all__ = [
     "BY_NAME",
     "LabelAttack",
     "ProtocolAttack",
+    "Push",
     "alie",
     "alie_adaptive",
     "alie_z_max",
     "best_factor",
+    "best_push",
     "bias",
     "bias_cancel",
     "bias_drift",

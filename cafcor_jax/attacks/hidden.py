@@ -3,13 +3,15 @@
 They add the very noise that they owe, pair by pair, and keep a momentum, so their messages have the law of
 honest ones; only what is under the noise is not a clipped gradient but a bias of any length. What a server
 can find out is how long the bias is, against the noise. `factor` is its length for each worker, in units of
-the gradient.
+the gradient; without one the federation searches it in every round, against the rule in use
+(`adaptive.best_push`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,17 @@ from cafcor_jax.types import Aggregate, Array, Updates
 _Direction = Callable[[Updates], Aggregate]
 
 
+class Push(NamedTuple):
+    """Gradients start + factor * direction, leaves [f, ...]."""
+
+    start: Updates
+    direction: Updates
+
+    def gradients(self, factor: float | Array) -> Updates:
+        """With a factor."""
+        return jax.tree.map(lambda s, u: (s + factor * u).astype(u.dtype), self.start, self.direction)
+
+
 @dataclasses.dataclass(frozen=True)
 class ProtocolAttack:
     """What malicious workers put in the place of their clipped gradient; all else is as the protocol says.
@@ -32,19 +45,28 @@ class ProtocolAttack:
     The federation calls it with the honest workers' clipped gradients, before any noise.
     """
 
-    gradients: Callable[[Array, Updates, int, Array], Updates]
-    """(key, honest gradients, f, round) -> leaves [f, ...]."""
+    push: Callable[[Array, Updates, int, Array], Push]
+    """(key, honest gradients, f, round) -> the malicious ones, for any factor."""
+    factor: float | None
+    """How strong; None: as strong as does most harm, searched against the rule in every round."""
+
+    def __post_init__(self) -> None:
+        if self.factor is not None:
+            _check_factor(self.factor, least=0)
 
     def __call__(self, key: Array, honest: Updates, num_byzantine: int, round_index: int = 1) -> Updates:
         """Maps honest gradients, leaves [h, ...], to malicious ones, leaves [f, ...]."""
-        return self.gradients(key, honest, num_byzantine, jnp.asarray(round_index))
+        if self.factor is None:
+            raise ValueError("factor is None, to be searched against a rule: only a federation has one.")
+        pushed = self.push(key, honest, num_byzantine, jnp.asarray(round_index))
+        return pushed.gradients(self.factor)
 
 
-def bias(factor: float = 100.0) -> ProtocolAttack:
+def bias(factor: float | None = None) -> ProtocolAttack:
     """A common bias along minus the honest mean gradient: what harms training most.
 
     Args:
-      factor: its length, for each worker.
+      factor: its length, for each worker; None: searched.
 
     Returns:
       An attack.
@@ -53,19 +75,19 @@ def bias(factor: float = 100.0) -> ProtocolAttack:
       >>> import jax
       >>> import jax.numpy as jnp
       >>> bias(10.0)(jax.random.key(0), jnp.array([[3.0, 0.0], [1.0, 0.0]]), 1).tolist()
-      [[-10.0, -0.0]]
+      [[-10.0, 0.0]]
     """
-    return _common(_against_gradient, lambda round_index: jnp.asarray(factor), factor)
+    return _common(_against_gradient, factor)
 
 
-def bias_fixed(factor: float = 100.0) -> ProtocolAttack:
+def bias_fixed(factor: float | None = None) -> ProtocolAttack:
     """A common bias in one random direction, the same in all rounds: it adds up like t, noise less."""
-    return _common(_fixed, lambda round_index: jnp.asarray(factor), factor)
+    return _common(_fixed, factor)
 
 
-def bias_top(factor: float = 100.0) -> ProtocolAttack:
+def bias_top(factor: float | None = None) -> ProtocolAttack:
     """A common bias along the direction in which the honest gradients differ most, away from their mean."""
-    return _common(_top, lambda round_index: jnp.asarray(factor), factor)
+    return _common(_top, factor)
 
 
 def bias_cancel(factor: float = 1.0) -> ProtocolAttack:
@@ -86,68 +108,65 @@ def bias_cancel(factor: float = 1.0) -> ProtocolAttack:
       >>> bias_cancel()(jax.random.key(0), jnp.array([[3.0, 0.0], [1.0, 2.0]]), 1).tolist()
       [[-4.0, -2.0]]
     """
-    _check_factor(factor, least=0)
 
-    def gradients(key: Array, honest: Updates, num_byzantine: int, round_index: Array) -> Updates:
+    def push(key: Array, honest: Updates, num_byzantine: int, round_index: Array) -> Push:
         del key, round_index
-        scale = -factor * num_workers(honest) / max(num_byzantine, 1)
-        return repeat(jax.tree.map(lambda m: (scale * m).astype(m.dtype), honest_mean(honest)), num_byzantine)
+        scale = -num_workers(honest) / max(num_byzantine, 1)
+        return _from_zero(
+            jax.tree.map(lambda m: (scale * m).astype(m.dtype), honest_mean(honest)), num_byzantine
+        )
 
-    return ProtocolAttack(gradients)
+    return ProtocolAttack(push, factor)
 
 
-def bias_drift(factor: float = 100.0, *, rounds: int = 10) -> ProtocolAttack:
+def bias_drift(factor: float | None = None, *, rounds: int = 10) -> ProtocolAttack:
     """`bias` whose length grows steadily and reaches `factor` after so many rounds; then it stays.
 
     Args:
-      factor: its greatest length.
+      factor: its greatest length; None: searched, and what is found grows.
       rounds: until then.
 
     Returns:
       An attack.
     """
-    return _common(_against_gradient, lambda t: factor * jnp.minimum(t / rounds, 1), factor)
+    return _common(_against_gradient, factor, lambda t: jnp.minimum(t / rounds, 1))
 
 
-def bias_sleeper(factor: float = 100.0, *, rounds: int = 10) -> ProtocolAttack:
+def bias_sleeper(factor: float | None = None, *, rounds: int = 10) -> ProtocolAttack:
     """`bias` by workers that send the honest mean gradient for so many rounds before.
 
     Args:
-      factor: the bias's length.
+      factor: the bias's length; None: searched.
       rounds: in which they behave.
 
     Returns:
       An attack.
     """
-    _check_factor(factor, least=0)
 
-    def gradients(key: Array, honest: Updates, num_byzantine: int, round_index: Array) -> Updates:
+    def push(key: Array, honest: Updates, num_byzantine: int, round_index: Array) -> Push:
         del key
         asleep = round_index <= rounds
-        mean = honest_mean(honest)
-        message = jax.tree.map(
-            lambda m, u: jnp.where(asleep, m, factor * u).astype(m.dtype), mean, _against_gradient(honest)
-        )
-        return repeat(message, num_byzantine)
+        start = jax.tree.map(lambda m: jnp.where(asleep, m, 0).astype(m.dtype), honest_mean(honest))
+        direction = jax.tree.map(lambda u: jnp.where(asleep, 0, u).astype(u.dtype), _against_gradient(honest))
+        return Push(repeat(start, num_byzantine), repeat(direction, num_byzantine))
 
-    return ProtocolAttack(gradients)
+    return ProtocolAttack(push, factor)
 
 
-def bias_spread(factor: float = 100.0) -> ProtocolAttack:
+def bias_spread(factor: float | None = None) -> ProtocolAttack:
     """Different vectors that add up to `bias`: no two of them are alike.
 
-    b_j = factor u + e_j with random e_j of sum 0, as long as makes the inner products of different b_j
+    b_j = factor (u + e_j) with random e_j of sum 0, as long as makes the inner products of different b_j
     vanish: pairs show nothing, at the price of lengths that show more, ||b_j||^2 = f factor^2.
 
     Args:
-      factor: the length of their mean.
+      factor: the length of their mean; None: searched.
 
     Returns:
       An attack.
     """
-    _check_factor(factor, least=0)
 
-    def gradients(key: Array, honest: Updates, num_byzantine: int, round_index: Array) -> Updates:
+    def push(key: Array, honest: Updates, num_byzantine: int, round_index: Array) -> Push:
         del round_index  # the key is the round's own
         direction = _against_gradient(honest)
         leaves, structure = jax.tree.flatten(direction)
@@ -159,24 +178,34 @@ def bias_spread(factor: float = 100.0) -> ProtocolAttack:
             # In high dimension random vectors are orthogonal: less their mean, each is sqrt(1 - 1/f) long and
             # the inner products are -1/f, so sqrt(f) of them brings the products to -1.
             noise = jax.random.normal(leaf_key, u.shape, u.dtype) / jnp.sqrt(size).astype(u.dtype)
-            apart = jnp.sqrt(num_byzantine).astype(u.dtype) * (noise - noise.sum(0) / max(num_byzantine, 1))
-            return jnp.asarray(factor, u.dtype) * (u + apart)
+            return u + jnp.sqrt(num_byzantine).astype(u.dtype) * (
+                noise - noise.sum(0) / max(num_byzantine, 1)
+            )
 
-        return jax.tree.map(of_leaf, common, keys)
+        return Push(jax.tree.map(jnp.zeros_like, common), jax.tree.map(of_leaf, common, keys))
 
-    return ProtocolAttack(gradients)
+    return ProtocolAttack(push, factor)
 
 
-def _common(direction: _Direction, length: Callable[[Array], Array], factor: float) -> ProtocolAttack:
-    _check_factor(factor, least=0)
+def _common(
+    direction: _Direction, factor: float | None, grown: Callable[[Array], Array] | None = None
+) -> ProtocolAttack:
+    """The same for all workers, along a direction, by how much it has grown by the round."""
 
-    def gradients(key: Array, honest: Updates, num_byzantine: int, round_index: Array) -> Updates:
+    def push(key: Array, honest: Updates, num_byzantine: int, round_index: Array) -> Push:
         del key
-        scale = length(round_index)
-        message = jax.tree.map(lambda u: (scale * u).astype(u.dtype), direction(honest))
-        return repeat(message, num_byzantine)
+        along = direction(honest)
+        if grown is not None:
+            along = jax.tree.map(lambda u: (grown(round_index) * u).astype(u.dtype), along)
+        return _from_zero(along, num_byzantine)
 
-    return ProtocolAttack(gradients)
+    return ProtocolAttack(push, factor)
+
+
+def _from_zero(direction: Aggregate, num_byzantine: int) -> Push:
+    """The same direction for all, and nothing else."""
+    repeated = repeat(direction, num_byzantine)
+    return Push(jax.tree.map(jnp.zeros_like, repeated), repeated)
 
 
 def _against_gradient(honest: Updates) -> Aggregate:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cafcor_jax import attacks
+from cafcor_jax import aggregators, attacks
 
 H, F, D = 6, 3, 4000
 KEY = jax.random.key(0)
@@ -18,7 +18,7 @@ NAMES = [
 
 @functools.cache
 def compiled(name, factor=20.0):
-    return jax.jit(attacks.BY_NAME[name](factor).gradients, static_argnums=2)
+    return jax.jit(attacks.BY_NAME[name](factor), static_argnums=2)
 
 
 def sent(name, x, round_index=1, key=KEY):
@@ -104,7 +104,7 @@ def test_spread_adds_up_and_no_two_are_alike(honest):
 def test_structure(name, honest):
     tree = {"w": jnp.asarray(honest[:, :12]).reshape(H, 3, 4), "b": (jnp.asarray(honest[:, 12]),)}
     for f in (0, 1, F):
-        got = attacks.BY_NAME[name]()(KEY, tree, f)
+        got = attacks.BY_NAME[name](7.0)(KEY, tree, f)
         assert jax.tree.map(lambda leaf: leaf.shape, got) == {"w": (f, 3, 4), "b": ((f,),)}
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(got))
 
@@ -119,4 +119,94 @@ def test_refuses_a_factor(name, factor):
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_gradients_and_no_gradient_at_all(name):
     for x in (jnp.ones((H, 8)), jnp.zeros((H, 8))):
-        assert np.isfinite(attacks.BY_NAME[name]()(KEY, x, 2)).all()
+        assert np.isfinite(attacks.BY_NAME[name](7.0)(KEY, x, 2)).all()
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"bias_cancel"}))
+def test_the_strength_is_searched_unless_given(name, honest):
+    attack = attacks.BY_NAME[name]()
+    assert attack.factor is None
+    with pytest.raises(ValueError, match="only a federation has one"):
+        attack(KEY, honest, F)
+    # Whatever the strength, the messages are those of start + factor * direction.
+    push = attack.push(KEY, jnp.asarray(honest), F, jnp.asarray(12))
+    np.testing.assert_allclose(push.gradients(20.0), sent(name, honest, 12), rtol=1e-5, atol=1e-6)
+
+
+# The search for the strength, against calls of the rule for very many strengths.
+
+N, NUM_BAD = 12, 3
+TAUS = np.concatenate([[0.0], np.geomspace(1e-2, 3e3, 300)]).astype(np.float32)
+
+
+def noisy_messages(d=3000):
+    """Messages [n, d] with noise as under SecLDP, and directions of a bias [f, d]."""
+    rng = np.random.default_rng(3)
+    noise = rng.normal(size=(N, d))
+    x = 0.5 * np.sqrt(N) * (noise - noise.mean(0))
+    g = rng.normal(size=d)
+    g /= np.linalg.norm(g)
+    x[: N - NUM_BAD] += g
+    return x.astype(np.float32), np.tile(-0.5 * g, (NUM_BAD, 1)).astype(np.float32)
+
+
+def components(rule, state, x, direction):
+    """What the rule's aggregate has along the direction, for all TAUS."""
+    unit = direction.sum(0) / np.linalg.norm(direction.sum(0))
+
+    def component(tau):
+        sent = jnp.asarray(x).at[-NUM_BAD:].add(tau * direction)
+        stateful = isinstance(rule, aggregators.StatefulRule)
+        return (rule.apply(state, sent)[0].aggregate if stateful else rule(sent)) @ unit
+
+    return np.asarray(jax.jit(lambda taus: jax.lax.map(component, taus))(TAUS))
+
+
+KNOWN = dict(momentum=0.5, sigma_ind=0.0, sigma_cor=0.5 * np.sqrt(3), clip_norm=1.0)
+
+
+def history_of(x):
+    """A rule with a memory of five rounds like this one."""
+    rule = aggregators.caf_history(NUM_BAD, **KNOWN)
+    state = rule.init(jnp.asarray(x))
+    apply = jax.jit(rule.apply)
+    rng = np.random.default_rng(4)
+    for _ in range(5):
+        noise = rng.normal(size=x.shape)
+        sent = 0.5 * np.sqrt(N) * (noise - noise.mean(0))
+        state = apply(state, jnp.asarray(sent, jnp.float32))[1]
+    return rule, state
+
+
+@pytest.mark.parametrize("name", ["mean", "caf", "median", "aware", "history"])
+def test_the_search_finds_the_push_that_gets_through(name):
+    x, direction = noisy_messages()
+    state = ()
+    if name == "history":
+        rule, state = history_of(x)
+    elif name == "aware":
+        rule = aggregators.caf_noise_aware_over_rounds(NUM_BAD, **KNOWN)
+        state = rule.init(jnp.asarray(x))._replace(round=jnp.int32(20))
+    else:
+        rule = aggregators.BY_NAME[name](num_byzantine=NUM_BAD)
+    got = jax.jit(functools.partial(attacks.best_push, rule))(state, jnp.asarray(x), jnp.asarray(direction))
+    brute = components(rule, state, x, direction)
+    at_zero = brute[0]
+    best = brute.max()
+    assert best > at_zero
+    if name == "mean":  # it grows without bound: the largest that is tried, ten times the longest message
+        longest = np.linalg.norm(x, axis=1).max() / np.linalg.norm(direction[0])
+        np.testing.assert_allclose(got.factor, 10 * longest, rtol=1e-4)
+    else:
+        assert got.distance - at_zero >= 0.85 * (best - at_zero)
+    # What is claimed is what the rule does with these messages.
+    sent = jnp.asarray(x).at[-NUM_BAD:].add(got.factor * direction)
+    aggregate = rule.apply(state, sent)[0].aggregate if name in ("aware", "history") else rule(sent)
+    unit = direction.sum(0) / np.linalg.norm(direction.sum(0))
+    np.testing.assert_allclose(got.distance, aggregate @ unit, rtol=1e-3, atol=1e-3)
+
+
+def test_nothing_to_push_along():
+    x, direction = noisy_messages(50)
+    got = attacks.best_push(aggregators.caf(NUM_BAD), (), jnp.asarray(x), jnp.zeros_like(direction))
+    assert got.factor == 0 and got.distance == 0
