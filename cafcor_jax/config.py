@@ -140,7 +140,8 @@ class Config:
     attack_factor: float | None = _field(
         None,
         "Strength of the attack, for those that have one (alie: standard deviations from the mean; foe: "
-        "times the mean; gaussian: standard deviation; bias and its kin: length).",
+        "times the mean; gaussian: standard deviation; bias and its kin: length, searched in every round "
+        "unless given).",
         group="Workers and attack",
         unset="the attack's own",
     )

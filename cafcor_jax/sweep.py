@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cafcor_jax import aggregators, experiment
+from cafcor_jax import aggregators, attacks, experiment
 from cafcor_jax import config as config_lib
 from cafcor_jax.attacks import adaptive
 from cafcor_jax.config import Config
@@ -467,21 +467,25 @@ def estimated_seconds(config: Config) -> float:
 
 def _search_seconds(config: Config) -> float:
     """What an adaptive attack adds to a round: the trials of its line search."""
-    if config.attack not in ("alie_adaptive", "foe_adaptive"):
-        return 0.0
     n, f = config.num_workers, config.num_byzantine
-    in_gram_space = adaptive.IN_GRAM_SPACE.num_trials() * n**3 * _WEIGHED
+    if config.attack in ("alie_adaptive", "foe_adaptive"):
+        searches = adaptive.IN_GRAM_SPACE, adaptive.DIRECT
+    elif config.attack in attacks.SEARCHED and config.attack_factor is None:
+        searches = adaptive.OF_BIASES, adaptive.OF_BIASES
+    else:
+        return 0.0
+    in_gram_space = searches[0].num_trials() * n**3 * _WEIGHED
     if config.aggregator in aggregators.OVER_ROUNDS:
         return _GROUPS * in_gram_space
     rule = aggregators.BY_NAME[config.aggregator](num_byzantine=f)
     if not isinstance(rule, aggregators.LinearRule):
         number = _SORTED if n <= 64 else _SORTED_IN_LOOP
-        search = adaptive.DIRECT
+        search = searches[1]
         # On a sample of the coordinates; what it finds and the fixed attacks on all of them.
         coordinates = search.num_trials() * min(_PARAMETERS, search.coordinates) + 3 * _PARAMETERS
         return coordinates * n * number
     if rule.is_slow:
-        return adaptive.DIRECT.num_trials() * math.comb(n, f) * n**3 * _WEIGHED
+        return searches[1].num_trials() * math.comb(n, f) * n**3 * _WEIGHED
     return in_gram_space
 
 

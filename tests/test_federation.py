@@ -446,6 +446,33 @@ def test_malicious_workers_that_keep_to_the_protocol_owe_noise_and_keep_a_moment
     assert info.weights.shape == (N,) and not info.flagged.any() and info.law_fits
 
 
+def test_a_bias_without_a_length_is_searched_in_every_round(params, data):
+    """The messages are those of the length that `best_push` finds on messages without the bias."""
+    rule = aggregators.median(F)
+    private = plan("secldp")
+    searched = make(private, attack=attacks.bias(), aggregator=rule)
+    without = make(private, attack=attacks.bias(0.0), aggregator=rule)
+    key = jax.random.key(7)
+    state = searched.init(params)
+    state, _ = jax.jit(searched.step)(key, state, data)
+    assert all(not leaf.any() for leaf in jax.tree.leaves(state.momentum))  # round 0 sends nothing
+    base = jax.jit(without.step)(key, state, data)[0].momentum
+    sent = jax.jit(searched.step)(key, state, data)[0].momentum
+    mean = clipped_mean_gradients(state.params, data).mean(0)
+    rows = [
+        np.concatenate([np.asarray(tree[k]).reshape(N, -1) for k in ("b", "w")], axis=1)
+        for tree in (base, sent)
+    ]
+    unit = -(1 - BETA) * mean / np.linalg.norm(mean)
+    np.testing.assert_array_equal(rows[0][: N - F], rows[1][: N - F])
+    along = (rows[1] - rows[0])[N - F :]
+    found = attacks.best_push(
+        rule, (), jnp.asarray(rows[0]), jnp.tile(jnp.asarray(unit, jnp.float32), (F, 1))
+    )
+    assert found.factor > 0
+    np.testing.assert_allclose(along, np.tile(found.factor * unit, (F, 1)), rtol=1e-3, atol=1e-4)
+
+
 def test_a_rule_with_a_state_is_applied_round_after_round(data):
     """With zero gradients messages are noise: the law holds in every round, and two who shift it show."""
     wide = {"w": jnp.zeros(6000)}

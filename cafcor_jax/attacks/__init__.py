@@ -58,11 +58,15 @@ BY_NAME: dict[str, Callable[..., Attack]] = {
     "bias_sleeper": bias_sleeper,
 }
 
+#: Attacks whose strength a federation searches against its rule in every round, unless it is given.
+SEARCHED = frozenset({"bias", "bias_fixed", "bias_top", "bias_spread", "bias_drift", "bias_sleeper"})
+
 __all__ = [
     "BY_NAME",
     "LabelAttack",
     "ProtocolAttack",
     "Push",
+    "SEARCHED",
     "alie",
     "alie_adaptive",
     "alie_z_max",
