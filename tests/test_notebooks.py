@@ -90,11 +90,46 @@ def check_runtime(text):
     assert len(parts) == 4
 
 
+def check_hidden(text):
+    def number(pattern):
+        (found,) = re.findall(pattern, text, re.MULTILINE)
+        return float(found.replace(",", ""))
+
+    share = 100 * number(r"^n = .* f = (\d+) malicious") / number(r"^n = (\d+) workers")
+    clip_norm = number(r"^n = .* C = ([\d.]+)$")
+    # At the tau that was searched CAF treats the malicious workers as all others, and 1.5 does nothing.
+    searched = r"^tau = [\d.]+ \(searched\), {}: error ([\d.]+), "
+    weight = r"^tau = [\d.]+ \({}\), {}: .* weight of malicious workers ([\d.]+)%$"
+    assert number(searched.format("caf")) > 5 * clip_norm
+    assert number(searched.format("caf_noise_aware")) < 0.1
+    assert number(weight.format("searched", "caf")) == pytest.approx(share, abs=0.1)
+    for what, name in (("searched", "caf_noise_aware"), ("usual", "caf"), ("usual", "caf_noise_aware")):
+        assert number(weight.format(what, name)) == 0
+    assert number(r"^honest lengths and products beyond the limits: (\d+) of ") == 0
+    assert number(r"length off by (\d+) standard") > 2 * number(r"standard deviations, limit ([\d.]+)$")
+    # A bias that CAF does not see; over rounds; and what stays hidden.
+    bias = r"^bias of \d+ a worker, weight of malicious workers: .*\b{} ([\d.]+)%"
+    assert number(bias.format("caf")) == pytest.approx(share, abs=0.1)
+    assert number(bias.format("caf_noise_aware")) < share / 3
+    unseen = r"^{}: a bias of (\d+) is not seen"
+    assert number(unseen.format("caf")) > 3 * number(unseen.format("caf_noise_aware"))
+    late = r"^{}: weight of malicious workers ([\d.]+)% over the last third"
+    assert number(late.format("caf_history")) < number(late.format("caf_noise_aware")) / 2
+    moved = r"^{}, d = 431,080: caf_noise_aware ([\d.]+)"
+    assert number(moved.format("SecLDP")) < clip_norm < number(moved.format("ByzLDP"))
+    # The end: cancelled, led backward by CAF, forward by the other, and backward again.
+    assert number(r"^bias_cancel, .* caf_noise_aware leaves ([\d.]+)$") < 0.05
+    left = r"^bias of \d+: caf leaves (\S+), caf_noise_aware (\S+), with one malicious worker silent (\S+)$"
+    (signs,) = re.findall(left, text, re.MULTILINE)
+    assert [float(value) > 0 for value in signs] == [False, True, False]
+
+
 CHECKS = {
     "01_quickstart": check_quickstart,
     "02_threat_models_and_privacy": check_privacy,
     "03_aggregators_against_attacks": check_attacks,
     "04_runtime": check_runtime,
+    "05_hidden_attacks": check_hidden,
 }
 
 

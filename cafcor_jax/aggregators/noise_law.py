@@ -259,13 +259,20 @@ def judge(evidence: Sequence[Evidence], law: Limits, num_byzantine: int) -> Verd
     malicious = malicious & fits
     start = jnp.where(valid & ~malicious, 1.0, 0.0)
     budget = 2.0 * (num_byzantine - jnp.sum(~valid | malicious))
+    least = jnp.sum(start) - budget
     kept = start
     for one in evidence:
+        # Every one begins with everybody: without those whom another one took out, noise that would have
+        # cancelled stays in the mean, and there is nothing to see along it.
         one = one._replace(gram=without_invalid(one.gram))
         tests = [_off_along_mean] if law.group_size == 1 else [_off_along_mean, _off_in_group]
+        left = start
         for test in tests:
-            left = _without(functools.partial(test, one, law), kept, jnp.sum(start) - budget)
-            kept = jnp.where(fits & one.counts, left, kept)
+            left = _without(functools.partial(test, one, law), left, least)
+        both = jnp.minimum(kept, left)
+        fewer = jnp.where(jnp.sum(left) < jnp.sum(kept), left, kept)
+        left = jnp.where(jnp.sum(both) >= least * (1 - 1e-12), both, fewer)
+        kept = jnp.where(fits & one.counts, left, kept)
     return Verdict(malicious, jnp.where(malicious, 1.0, kept), fits)
 
 

@@ -13,6 +13,7 @@ from cafcor_jax.attacks.hidden import (
     bias_cancel,
     bias_drift,
     bias_fixed,
+    bias_sacrifice,
     bias_sleeper,
     bias_spread,
     bias_top,
@@ -52,6 +53,7 @@ BY_NAME: dict[str, Callable[..., Attack]] = {
     "bias": bias,
     "bias_cancel": bias_cancel,
     "bias_fixed": bias_fixed,
+    "bias_sacrifice": bias_sacrifice,
     "bias_top": bias_top,
     "bias_spread": bias_spread,
     "bias_drift": bias_drift,
@@ -59,7 +61,9 @@ BY_NAME: dict[str, Callable[..., Attack]] = {
 }
 
 #: Attacks whose strength a federation searches against its rule in every round, unless it is given.
-SEARCHED = frozenset({"bias", "bias_fixed", "bias_top", "bias_spread", "bias_drift", "bias_sleeper"})
+SEARCHED = frozenset(
+    {"bias", "bias_fixed", "bias_sacrifice", "bias_top", "bias_spread", "bias_drift", "bias_sleeper"}
+)
 
 __all__ = [
     "BY_NAME",
@@ -76,6 +80,7 @@ __all__ = [
     "bias_cancel",
     "bias_drift",
     "bias_fixed",
+    "bias_sacrifice",
     "bias_sleeper",
     "bias_spread",
     "bias_top",

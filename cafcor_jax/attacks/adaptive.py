@@ -266,7 +266,7 @@ def best_push(
       state: its state, if it has one.
       messages: of all workers, leaves [n, ...], the malicious ones last and without their push.
       direction: leaves [f, ...].
-      search: where tau is searched, in units of max_i ||x_i|| / min_j ||p_j||.
+      search: where tau is searched, in units of max_i ||x_i|| / max_j ||p_j||, i <= h.
 
     Returns:
       tau, and the component along u; NaN and a tau of 0 if none was finite.
@@ -314,10 +314,11 @@ def _unit_sum(direction: Updates) -> Aggregate:
 
 
 def _push_scale(lengths: Array, of_directions: Array) -> Array:
-    """max_i ||x_i|| / min_j ||p_j||; 1 if that is 0 or not finite."""
-    shortest = jnp.min(of_directions)
-    scale = jnp.nanmax(lengths) / jnp.where(shortest > 0, shortest, 1)
-    return jnp.where((scale > 0) & jnp.isfinite(scale) & (shortest > 0), scale, 1)
+    """max_i ||x_i|| / max_j ||p_j|| over the honest i; 1 if that is 0 or not finite."""
+    longest = jnp.max(of_directions)
+    honest = lengths[: lengths.shape[0] - of_directions.shape[0]]
+    scale = jnp.nanmax(honest) / jnp.where(longest > 0, longest, 1)
+    return jnp.where((scale > 0) & jnp.isfinite(scale) & (longest > 0), scale, 1)
 
 
 def _push_in_gram_space(

@@ -10,6 +10,7 @@ the gradient; without one the federation searches it in every round, against the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,6 +26,9 @@ from cafcor_jax.gram import gram, mix, recentred
 from cafcor_jax.types import Aggregate, Array, Updates
 
 _Direction = Callable[[Updates], Aggregate]
+
+# The length of a gradient that no noise can hide.
+_GIVEN_UP = 1e6
 
 
 class Push(NamedTuple):
@@ -115,6 +119,34 @@ def bias_cancel(factor: float = 1.0) -> ProtocolAttack:
         return _from_zero(
             jax.tree.map(lambda m: (scale * m).astype(m.dtype), honest_mean(honest)), num_byzantine
         )
+
+    return ProtocolAttack(push, factor)
+
+
+def bias_sacrifice(factor: float | None = None) -> ProtocolAttack:
+    """`bias` by all but one, who gives itself up: it is found, and its pairs' noise stays in the mean.
+
+    The noise of pairs cancels in the sum of all messages, and along that sum a bias shows best. One malicious
+    worker whose message is far too long has to be left out; the sum of the others then has the noise that
+    this one shared with them, and hides the rest.
+
+    Args:
+      factor: the bias's length, for each of the others; None: searched.
+
+    Returns:
+      An attack. With one malicious worker nobody is left to push.
+    """
+
+    def push(key: Array, honest: Updates, num_byzantine: int, round_index: Array) -> Push:
+        del key, round_index
+        rest = (jnp.arange(num_byzantine) > 0).astype(jnp.float32)
+
+        def only(who: Array, leaf: Array) -> Array:
+            return (who.reshape(-1, *[1] * leaf.ndim) * leaf).astype(leaf.dtype)
+
+        away = jax.tree.map(functools.partial(only, rest), _against_gradient(honest))
+        given_up = jax.tree.map(functools.partial(only, _GIVEN_UP * (1 - rest)), _fixed(honest))
+        return Push(given_up, away)
 
     return ProtocolAttack(push, factor)
 

@@ -334,6 +334,49 @@ def test_without_independent_noise_a_bias_against_the_gradient_is_plain_along_th
 # Attacks on the law itself.
 
 
+def _with_gradient(rng, biases):
+    """Messages [n, d] under SecLDP, a common gradient of length 1 in them; the last have biases instead."""
+    gradient = rng.normal(size=D)
+    gradient /= np.linalg.norm(gradient)
+    x = noise_rows(rng, ind=0.0, cor=0.3)
+    x += gradient
+    for place, length in enumerate(biases):
+        x[N - len(biases) + place] -= (1 + length) * gradient
+    return x
+
+
+def test_what_one_test_takes_out_does_not_blind_another():
+    """Messages show one of three along their mean, sums the two others, whose mean has everybody in it."""
+    rng = np.random.default_rng(5)
+    in_round, in_sums = _with_gradient(rng, [14.0, -1.0, -1.0]), _with_gradient(rng, [-1.0, 14.0, 14.0])
+    law = noise_law.limits(noise_law.covariance(N, 0.0, 0.3), D, F, 1e-3)
+
+    @jax.jit
+    @in_float64
+    def judge(*grams):
+        return noise_law.judge([noise_law.Evidence(gram, 1.0) for gram in grams], law, F)
+
+    with jax.enable_x64(True):
+        grams = [jnp.asarray(x @ x.T) for x in (in_round, in_sums)]
+        first, second = (jax.device_get(judge(gram)) for gram in grams)
+        both = jax.device_get(judge(*grams))
+    assert first.kept[N - 3] < 0.5 and (first.kept[N - 2 :] > 0.5).all()
+    assert second.kept[N - 3] > 0.5 and (second.kept[N - 2 :] < 0.5).any()
+    np.testing.assert_allclose(both.kept, np.minimum(first.kept, second.kept))
+    assert both.kept.sum() >= N - 2 * F
+
+
+def test_one_who_gives_itself_up_blinds_the_test_along_the_mean():
+    """A limit that the docs name: without one worker the noise of its pairs stays in the mean."""
+    x = _with_gradient(np.random.default_rng(6), [14.0, 14.0, 14.0])
+    known = {"f": F, "ind": 0.0, "cor": 0.3, "signal": 1.0}
+    assert (verdict(x, **known).kept[N - 3 :] < 0.5).any()
+    x[N - 3] *= 50
+    found = verdict(x, **known)
+    assert found.malicious[N - 3] and found.malicious.sum() == 1
+    assert (found.kept == 1).all()
+
+
 def test_two_equal_messages_that_are_a_little_short_are_found():
     """They stand out as a pair by 0.96 of their length, whatever a search from each of them does first."""
     n, f, d = 20, 2, 3000

@@ -39,6 +39,7 @@ def test_all_of_them_are_here():
     assert set(NAMES) == {
         "bias",
         "bias_cancel",
+        "bias_sacrifice",
         "bias_fixed",
         "bias_top",
         "bias_spread",
@@ -73,6 +74,12 @@ def test_cancelling_takes_the_sum_of_all_gradients_to_zero(honest):
     np.testing.assert_allclose(got.sum(0) + honest.astype(np.float64).sum(0), 0, atol=1e-5)
     half = np.asarray(attacks.BY_NAME["bias_cancel"](0.5)(KEY, honest, F), np.float64)
     np.testing.assert_allclose(half, got / 2, rtol=1e-6)
+
+
+def test_a_sacrifice_is_one_of_them_and_the_rest_push(honest):
+    got = np.asarray(sent("bias_sacrifice", honest), np.float64)
+    np.testing.assert_allclose(np.linalg.norm(got, axis=1), [1e6, 20, 20], rtol=1e-4)
+    np.testing.assert_allclose(got[1:], np.tile(20 * against(honest), (F - 1, 1)), rtol=1e-4, atol=1e-6)
 
 
 def test_a_fixed_direction_is_that_of_all_rounds(honest):
@@ -199,7 +206,7 @@ def test_the_search_finds_the_push_that_gets_through(name):
     best = brute.max()
     assert best > at_zero
     if name == "mean":  # it grows without bound: the largest that is tried, ten times the longest message
-        longest = np.linalg.norm(x, axis=1).max() / np.linalg.norm(direction[0])
+        longest = np.linalg.norm(x[:-NUM_BAD], axis=1).max() / np.linalg.norm(direction[0])
         np.testing.assert_allclose(got.factor, 10 * longest, rtol=1e-4)
     else:
         assert got.distance - at_zero >= 0.85 * (best - at_zero)
