@@ -319,12 +319,9 @@ def by_blocks(
 
     The blocks at the ends are drawn whole and cut.
     """
-    if isinstance(first, int):
-        begin, end = first // BLOCK, -(-(first + size) // BLOCK)
-        count = end - begin
-    else:
-        begin, end = first // BLOCK, (first + size + BLOCK - 1) // BLOCK
-        count = 1 + -(-(size - 1) // BLOCK)  # in the worst case
+    begin, end = first // BLOCK, (first + size + BLOCK - 1) // BLOCK
+    # Where it is not known before the code runs, in the worst case.
+    count = end - begin if isinstance(end - begin, int) else 1 + -(-(size - 1) // BLOCK)
 
     def fill(index: Array, out: Array) -> Array:
         return lax.dynamic_update_slice(out, block(index), (0, (index - begin) * BLOCK))

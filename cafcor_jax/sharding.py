@@ -55,16 +55,17 @@ def make_mesh(workers: int = 1, parameters: int = 1, *, devices: Sequence[jax.De
     count = workers * parameters
     if count > len(devices):
         raise UserError(
-            f"mesh_workers={workers} times mesh_parameters={parameters} is a mesh of {count} devices, and there "
-            f"are {len(devices)}: take fewer (on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count={count} "
-            "makes more)."
+            f"mesh_workers={workers} times mesh_parameters={parameters} is a mesh of {count} devices, and "
+            f"there are {len(devices)}: take fewer (on a CPU, "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes more)."
         )
     used = {device.process_index for device in devices[:count]}
     missing = {device.process_index for device in devices} - used
     if missing:
         raise UserError(
-            f"mesh_workers={workers} times mesh_parameters={parameters} is a mesh of {count} of {len(devices)} "
-            f"devices, which leaves process {min(missing)} without any: take more, or fewer processes."
+            f"mesh_workers={workers} times mesh_parameters={parameters} is a mesh of {count} of "
+            f"{len(devices)} devices, which leaves process {min(missing)} without any: take more, or fewer "
+            "processes."
         )
     return Mesh(np.asarray(devices[:count]).reshape(workers, parameters), AXES)
 
@@ -72,15 +73,15 @@ def make_mesh(workers: int = 1, parameters: int = 1, *, devices: Sequence[jax.De
 def aggregate(rule: Aggregator, mesh: Mesh, *, specs: PyTree | None = None) -> Callable[[Updates], Aggregate]:
     """A rule for messages that are spread over a mesh; no device ever holds them as a whole.
 
-    The axes of a leaf [n, ...] may be spread in any way, the workers' axis too. Columns that several devices hold are
-    shared among them, and where devices hold different workers, one all-to-all gives them different columns of
-    all workers instead. The rest of the traffic is the rule's: an n x n matrix for a linear rule.
+    The axes of a leaf [n, ...] may be spread in any way, the workers' axis too. Columns that several devices
+    hold are shared among them, and where devices hold different workers, one all-to-all gives them different
+    columns of all workers instead. The rest of the traffic is the rule's: an n x n matrix for a linear rule.
 
     Args:
       rule: any aggregator, linear or coordinate-wise, with or without a pre-aggregation.
       mesh: with any axes.
-      specs: how the messages are spread, a PartitionSpec for every leaf; None to take it from the arrays, which
-        is not possible inside `jax.jit`.
+      specs: how the messages are spread, a PartitionSpec for every leaf; None to take it from the arrays,
+        which is not possible inside `jax.jit`.
 
     Returns:
       From messages, leaves [n, ...], to the aggregate, leaves [...] that are spread as the messages are.
@@ -100,6 +101,8 @@ def aggregate(rule: Aggregator, mesh: Mesh, *, specs: PyTree | None = None) -> C
 
     def run(updates: Updates) -> Aggregate:
         num_workers(updates)
+        leaves: list[Array]
+        structure: Any
         leaves, structure = jax.tree.flatten(updates)
         given = (
             structure.flatten_up_to(specs) if specs is not None else [_spec(leaf, mesh) for leaf in leaves]
@@ -116,8 +119,8 @@ def _spec(leaf: Array, mesh: Mesh) -> P:
     sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
         raise ValueError(
-            f"updates has a leaf with the sharding {sharding}; it must be a NamedSharding on the mesh, or specs "
-            "must be given."
+            f"updates has a leaf with the sharding {sharding}; it must be a NamedSharding on the mesh, or "
+            "specs must be given."
         )
     return sharding.spec
 

@@ -1,8 +1,8 @@
 """Messages whose columns are spread over devices: what is summed over columns is summed over devices too.
 
-Inside `spread_over` a function that is given the columns of one device computes with all of them: the few places
-that reduce over columns (Gram matrices, who is finite, lengths) call `total`, `everywhere` and `largest`
-of this module, which are the identity otherwise. Rules and attacks need not know.
+Inside `spread_over` a function that is given the columns of one device computes with all of them: the few
+places that reduce over columns (Gram matrices, who is finite, lengths) call `total`, `everywhere` and
+`largest` of this module, which are the identity otherwise. Rules and attacks need not know.
 
 The reductions come before decisions (`lax.cond`), so that all devices take the same branch: a branch may hold
 reductions of its own, and a device that did not come along would leave the others waiting.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -36,8 +37,8 @@ def spread_over(axes: tuple[str, ...], coordinates: int) -> Iterator[None]:
     """Says that arrays hold the columns of one device, while a function is traced inside `jax.shard_map`.
 
     Args:
-      axes: the mesh axes over which the columns are spread; the devices have equally many each, those of
-        the first device first, and 0 in what they hold beyond the last column.
+      axes: the mesh axes over which the columns are spread. Each device has equally many, and 0 in those that
+        are only there for that; where `first_column` is asked for, they are in order and the zeros last.
       coordinates: d, how many there are on all devices together, the padding not counted.
     """
     before = _spread.set(_Spread(axes, coordinates))
@@ -82,7 +83,8 @@ def everywhere(flags: Array) -> Array:
 
 def norm(vector: PyTree) -> Array:
     """The Euclidean length of a vector without a worker axis."""
-    return jnp.sqrt(total(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(vector))))
+    squares = [jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(vector)]
+    return jnp.sqrt(total(functools.reduce(jnp.add, squares)))
 
 
 def num_coordinates(columns: int) -> int:

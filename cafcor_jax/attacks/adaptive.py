@@ -301,9 +301,7 @@ def _best(
 
         step = -(-size // search.coordinates) if isinstance(rule, CoordinatewiseRule) else 1
         if step > 1:
-            spread.refuse(
-                f"An adaptive attack on a coordinate-wise rule is searched on a sample of the {size} coordinates"
-            )
+            spread.refuse(f"An adaptive attack on a coordinate-wise rule samples the {size} coordinates")
         chosen = _line_search(deviation(step), scale, family.fixed, search, dtype)
         if step > 1:
             factors = jnp.stack([chosen.factor, *(_like(factor, scale) for factor in family.fixed)])

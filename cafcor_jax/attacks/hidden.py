@@ -9,6 +9,7 @@ the gradient.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -203,7 +204,7 @@ def _top(honest: Updates) -> Aggregate:
 
     top, mean = direction(honest)
     products = jax.tree.map(lambda a, b: jnp.sum(a * b), top, mean)
-    sign = jnp.where(spread.total(sum(jax.tree.leaves(products))) > 0, -1, 1)
+    sign = jnp.where(spread.total(functools.reduce(jnp.add, jax.tree.leaves(products))) > 0, -1, 1)
     return _unit(jax.tree.map(lambda leaf: (sign * leaf).astype(leaf.dtype), top))
 
 
