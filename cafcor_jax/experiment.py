@@ -625,8 +625,7 @@ def _restored(experiment: Experiment, folder: Workdir, round: int, state: State)
     if on_mesh is None:
         if not folder.is_flat(round):
             return folder.restore(round, state)
-        one = sharding.make_mesh(devices=jax.devices()[:1])
-        flattening = Flattening.on(one, state.params)
+        flattening = Flattening.on(sharding.make_mesh(devices=jax.devices()[:1]), state.params)
         return jax.jit(flattening.unflattened)(folder.restore(round, flattening.flat_shapes(state)))
     if folder.is_flat(round):
         return folder.restore(round, on_mesh.shapes())

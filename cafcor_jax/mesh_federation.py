@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from cafcor_jax.aggregators import StatefulRule
@@ -101,14 +101,16 @@ class Flattening:
         return all(shape[len(shape) - leaf.ndim :] == leaf.shape for shape, leaf in shapes)
 
     def flat_shapes(self, state: PyTree) -> PyTree:
-        """The shapes of a state's flat form, from the state in the parameters' own shapes."""
+        """The shapes of a state's flat form on one device, from the state in the parameters' own shapes."""
+        here = SingleDeviceSharding(jax.devices()[0])
         extra = jax.tree.leaves(self.template)[0].ndim
 
         def shape(part: PyTree) -> jax.ShapeDtypeStruct:
             first = jax.tree.leaves(part)[0]
             if not self.is_like_params(part):
-                return jax.ShapeDtypeStruct(first.shape, first.dtype)
-            return jax.ShapeDtypeStruct((*first.shape[: first.ndim - extra], self.padded), first.dtype)
+                return jax.ShapeDtypeStruct(first.shape, first.dtype, sharding=here)
+            rows = first.shape[: first.ndim - extra]
+            return jax.ShapeDtypeStruct((*rows, self.padded), first.dtype, sharding=here)
 
         return jax.tree.map(shape, state, is_leaf=self.is_like_params)
 
