@@ -89,7 +89,8 @@ def best_of(repeats: int, function: Callable[..., Any], *args: Any) -> tuple[flo
         begin = time.perf_counter()
         jax.block_until_ready(compiled(*args))
         times.append(time.perf_counter() - begin)
-    return min(times), int(compiled.memory_analysis().temp_size_in_bytes)
+    analysis = compiled.memory_analysis()
+    return min(times), int(analysis.temp_size_in_bytes) if analysis else 0
 
 
 def measure(n: int, d: int, secrets_each: int, batch: int, repeats: int) -> list[Timed]:
@@ -181,7 +182,7 @@ def traffic(n: int, d: int, secrets_each: int) -> str:
     once_all, once_few = secrets.KEY_BYTES * (n - 1), secrets.KEY_BYTES * secrets_each
     return (
         f"n = {n:,}, d = {d:,}: a round is {size(NUMBER * d)} up and {size(NUMBER * d)} down for a worker, "
-        f"and {size(NUMBER * n * d)} up in all; keys, once: {secrets.KEY_BYTES} B up and {size(once_all)} down "
+        f"and {size(NUMBER * n * d)} up in all; keys, once: {secrets.KEY_BYTES} B up, {size(once_all)} down "
         f"({size(once_few)} with {secrets_each} secrets each)"
     )
 
@@ -280,11 +281,12 @@ def main(argv: Sequence[str]) -> None:
         f"\n{jax.devices()[0].device_kind}, {os.cpu_count()} cores; k = {k} secrets of a worker, "
         f"f = {MALICIOUS}\n\n{table(rows)}"
     )
-    show.log("\ntemporary memory of the largest: ")
     n, d = max(settings, key=lambda setting: setting[0] * setting[1])
+    show.log(f"\ntemporary memory at n = {n}, d = {d:,}, beside messages of {size(NUMBER * n * d)}:")
     for row in rows:
         if (row.n, row.d) == (n, d):
-            show.log(f"  {row.part:<20} {size(row.memory)} beside messages of {size(NUMBER * n * d)}")
+            drawn = "" if row.share == 1 else f", for {row.share:.2%} of the coordinates"
+            show.log(f"  {row.part:<20} {size(row.memory)}{drawn}")
     show.log("\ncost model, in seconds (and the largest factor by which it is off):")
     for part, terms in model.items():
         formula = " + ".join(f"{value:.3g} {term}" for term, value in terms.items() if value)

@@ -1,4 +1,4 @@
-"""Meshes: eight devices in a process, and two processes that compute one run; all are processes of their own."""
+"""Meshes: eight devices in one process, and two processes that compute one run; started from here."""
 
 import os
 import socket
