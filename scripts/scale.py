@@ -31,8 +31,8 @@ from cafcor_jax.errors import UserError
 from cafcor_jax.gram import gram, mix
 from cafcor_jax.privacy import graphs
 
-# The most normals that one timed call draws.
-MOST_DRAWS = 5e8
+# So many normals one timed call draws, or as many as are in a block, if that is less than the second number.
+USUAL_DRAWS, MOST_DRAWS = 3e7, 4e8
 # f: CAF's filter takes 2f + 1 steps at most, each on n x n matrices.
 MALICIOUS = 3
 # Bytes of a number, and of an entry of the Gram matrix.
@@ -113,7 +113,7 @@ def measure(n: int, d: int, secrets_each: int, batch: int, repeats: int) -> list
     add("gradients", 1.0, jax.grad(loss), params, batch_of_one, times=n * d / params.size)
 
     def size_of(draws_a_column: float) -> int:
-        blocks = max(int(MOST_DRAWS / draws_a_column / noise.BLOCK), 1)
+        blocks = max(int(USUAL_DRAWS / draws_a_column / noise.BLOCK), 1)
         return min(d, blocks * noise.BLOCK)
 
     own = jax.random.split(key, n)
