@@ -193,7 +193,7 @@ def on_mesh(n: int, d: float, workers: int, parameters: int) -> str:
     received = {
         "parameters": NUMBER * d * (parameters - 1) / parameters,
         "exchange of gradients": NUMBER * n * d / devices * (devices - 1) / devices,
-        "Gram matrix": 2 * ENTRY * n**2,
+        "Gram matrix": 2 * ENTRY * n**2 * (devices - 1) / devices,
         "aggregate": NUMBER * d / parameters * (workers - 1) / workers,
     }
     held = NUMBER * (2 * n * d / devices + d / parameters)
