@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cafcor_jax import spread
 from cafcor_jax.types import Aggregate, Array, Updates
 
 # Columns handled at once on an accelerator: large products, and temporaries that stay small beside the input.
@@ -43,8 +44,8 @@ def num_workers(updates: Updates) -> int:
 
 
 def num_coordinates(updates: Updates) -> int:
-    """Returns d, the numbers in one worker's message."""
-    return sum(leaf.size // leaf.shape[0] for leaf in jax.tree.leaves(updates))
+    """Returns d, the numbers in one worker's message (on all devices that it is spread over)."""
+    return spread.num_coordinates(sum(leaf.size // leaf.shape[0] for leaf in jax.tree.leaves(updates)))
 
 
 def as_rows(leaf: Array) -> Array:
@@ -143,7 +144,7 @@ def map_leaves(body: Callable[[Array], Array], updates: Updates) -> Aggregate:
 
 
 def finite_rows(groups: list[Array]) -> Array:
-    """Which workers have finite numbers only in all groups of rows [n, size], [n] booleans."""
+    """Which workers have finite numbers only in all groups of rows [n, size] at hand, [n] booleans."""
     return jnp.stack([jnp.isfinite(group).all(axis=1) for group in groups]).all(axis=0)
 
 
@@ -159,4 +160,4 @@ def finite_workers(updates: Updates) -> Array:
     # at. On a CPU, products with a vector of ones are many times faster than a reduction.
     groups = row_groups(updates)
     likely = jnp.stack([jnp.isfinite(row_sums(group)) for group in groups]).all(axis=0)
-    return lax.cond(likely.all(), lambda _: likely, finite_rows, groups)
+    return spread.everywhere(lax.cond(likely.all(), lambda _: likely, finite_rows, groups))

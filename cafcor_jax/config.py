@@ -303,6 +303,21 @@ class Config:
     checkpoint_every: int = _field(
         5, "Rounds from one checkpoint to the next.", group="Running", check=_AT_LEAST_ONE, result=False
     )
+    mesh_workers: int = _field(
+        1,
+        "Devices along the mesh's axis of workers: workers and their messages are spread over all devices of "
+        "the mesh, and there are so many copies of the model.",
+        group="Running",
+        check=_AT_LEAST_ONE,
+        result=False,
+    )
+    mesh_parameters: int = _field(
+        1,
+        "Devices along the mesh's axis of parameters: each copy of the model is cut into so many parts.",
+        group="Running",
+        check=_AT_LEAST_ONE,
+        result=False,
+    )
     tensorboard: str = _field(
         "off",
         "'on' also writes the metrics as TensorBoard event files, to the folder tensorboard in --workdir.",
@@ -482,8 +497,8 @@ def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
 
     Returns:
       ``{name: (value in a, value in b)}``. Settings that only say where and how to run (``workdir``,
-      ``data_dir``, ``idx_dir``, ``checkpoint_every``, ``tensorboard``) are left out: a resumed run may change
-      them.
+      ``data_dir``, ``idx_dir``, ``checkpoint_every``, ``mesh_workers``, ``mesh_parameters``,
+      ``tensorboard``) are left out: a resumed run may change them.
     """
     others = decisive(b)
     return {name: (value, others[name]) for name, value in decisive(a).items() if value != others[name]}

@@ -27,12 +27,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from cafcor_jax import aggregators, attacks, chacha, data, grid, models, planner, privacy, tensorboard
+from cafcor_jax import (
+    aggregators,
+    attacks,
+    chacha,
+    data,
+    grid,
+    hosts,
+    models,
+    planner,
+    privacy,
+    sharding,
+    tensorboard,
+)
 from cafcor_jax.aggregators import StatefulRule
 from cafcor_jax.config import Config, decisive
 from cafcor_jax.data import cache
 from cafcor_jax.errors import UserError
 from cafcor_jax.federation import Data, Federation, Info, State, federation, random_flip
+from cafcor_jax.mesh_federation import Flattening, MeshFederation, mesh_federation
 from cafcor_jax.progress import Progress, Silent
 from cafcor_jax.types import Aggregator, Array, Attack, PyTree
 from cafcor_jax.workdir import Workdir, digest, read_metrics, versions
@@ -65,7 +78,9 @@ class Experiment:
       attack: what the malicious workers send.
       augment: of training batches, if any.
       federation: the rounds.
-      data: the honest workers' data, on the device.
+      data: the honest workers' data, on the device or spread over the mesh.
+      sizes: how much each of them has.
+      on_mesh: the federation's mesh and what gets things onto it; None on one device.
     """
 
     config: Config
@@ -78,11 +93,19 @@ class Experiment:
     augment: Callable[[Array, Array], Array] | None
     federation: Federation
     data: Data
+    sizes: np.ndarray
+    on_mesh: MeshFederation | None = None
 
     def init(self) -> State:
         """The state before the first round."""
         params = jax.jit(self.model.init)(jax.random.fold_in(self.key, _INIT))
-        return jax.jit(self.federation.init)(params)
+        return jax.jit(self.federation.init)(params) if self.on_mesh is None else self.on_mesh.init(params)
+
+    def params(self, state: State) -> PyTree:
+        """The parameters of a state, on one device; on a mesh all processes have to ask for them."""
+        if self.on_mesh is None:
+            return state.params
+        return jax.tree.map(lambda leaf: leaf.addressable_data(0), self.on_mesh.params(state))
 
     def chunk(self, length: int) -> Callable[[Array, State, Data], tuple[State, Info]]:
         """Several rounds as one pure function of (key, state, data), the infos stacked; not jitted yet."""
@@ -118,7 +141,7 @@ class Experiment:
 
     def describe(self) -> str:
         """What is run, in a few lines for a person."""
-        config, sizes = self.config, np.asarray(self.data.sizes)
+        config, sizes = self.config, self.sizes
         each = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
         lines = [
             title(config),
@@ -142,6 +165,11 @@ class Experiment:
             lines.append(
                 "  these malicious workers add the noise of their pairs, so that all of it cancels in the "
                 "sum: against them the budget does not hold (docs/privacy.md)"
+            )
+        if self.on_mesh is not None:
+            lines.append(
+                f"devices: {self.on_mesh.mesh.size} of {jax.process_count()} processes, "
+                f"{config.mesh_workers} along workers, {config.mesh_parameters} along parameters"
             )
         lines.append(f"results: {config.workdir}")
         return "\n".join(lines)
@@ -266,6 +294,9 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
       UserError: if the settings do not fit the data, or a part refuses them.
     """
     progress = progress or Silent()
+    mesh = None
+    if config.mesh_workers * config.mesh_parameters > 1 or jax.process_count() > 1:
+        mesh = sharding.make_mesh(config.mesh_workers, config.mesh_parameters)
     with progress.phase(f"loading {config.dataset}"):
         dataset = data.load(
             config.dataset,
@@ -288,7 +319,7 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
         aggregator = _aggregator(config, plan)
         attack = _attack(config, aggregator, dataset.num_classes)
         augment = random_flip if dataset.flip else None
-        rounds = federation(
+        settings: dict[str, Any] = dict(
             loss_fn=model.loss,
             plan=plan,
             aggregator=aggregator,
@@ -301,17 +332,27 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
             grid_bits=grid_bits(config, plan),
             augment=augment,
         )
+        on_mesh = None
+        if mesh is not None:
+            template = jax.eval_shape(model.init, jax.random.key(0))
+            on_mesh = mesh_federation(mesh, template, **settings)
+        rounds = federation(**settings) if on_mesh is None else on_mesh.federation
+    arrays: tuple[Any, ...] = (federated.images, federated.labels, federated.sizes)
+    workers = Data(*arrays)
+    key = jax.random.key(config.seed, impl=_GENERATORS[config.generator])
     return Experiment(
         config=config,
         dataset=dataset,
         plan=plan,
-        key=jax.random.key(config.seed, impl=_GENERATORS[config.generator]),
+        key=key,
         model=model,
         aggregator=aggregator,
         attack=attack,
         augment=augment,
         federation=rounds,
-        data=Data(*map(jnp.asarray, (federated.images, federated.labels, federated.sizes))),
+        data=Data(*map(jnp.asarray, workers)) if on_mesh is None else on_mesh.place(workers),
+        sizes=federated.sizes,
+        on_mesh=on_mesh,
     )
 
 
@@ -330,20 +371,24 @@ class Programs:
         Args:
           experiment: the run.
           length: rounds in one call.
-          *args: key, state, data, test images and test labels, of the shapes that will be used.
+          *args: key, state, data, parameters, test images and test labels, of the shapes that will be used.
 
         Returns:
           (key, state, data) -> (state, infos), which donates the state; (params, images, labels) -> (loss,
           accuracy).
         """
-        settings = decisive(experiment.config) | {"seed": None}
+        mesh = None if experiment.on_mesh is None else str(experiment.on_mesh.mesh.shape)
+        settings = decisive(experiment.config) | {"seed": None, "mesh": mesh}
         # The plan too: it can hang on the seed through the sizes of the workers' data and the secret graph.
         name = json.dumps([settings, experiment.plan.to_dict(), length, str(jax.tree.map(jax.typeof, args))])
         if name not in self._kept:
-            key, state, workers, *tests = args
+            key, state, workers, params, *tests = args
+            rounds = jax.jit(experiment.chunk(length), donate_argnums=1)
+            if experiment.on_mesh is not None:
+                rounds = experiment.on_mesh.jit(experiment.chunk(length))
             self._kept[name] = (
-                jax.jit(experiment.chunk(length), donate_argnums=1).lower(key, state, workers).compile(),
-                jax.jit(experiment.model.evaluate).lower(state.params, *tests).compile(),
+                rounds.lower(key, state, workers).compile(),
+                jax.jit(experiment.model.evaluate).lower(params, *tests).compile(),
             )
             if len(self._kept) > self._MOST:
                 del self._kept[next(iter(self._kept))]
@@ -371,12 +416,13 @@ def run(config: Config, *, progress: Progress | None = None, programs: Programs 
     progress = progress or Silent()
     if config.tensorboard == "on":
         tensorboard.check_installed()  # Nobody should learn it after the data is loaded.
-    with Workdir(config.workdir, config) as folder:
+    with _folder(config) as folder:
         finished = folder.summary()
         if finished is not None:
             progress.log(f"The run in {config.workdir} is finished; delete the folder to run it again.")
             summary = Summary.from_dict(finished)
-            _export_events(config)
+            if hosts.leads():
+                _export_events(config)
         else:
             experiment = build(config, progress=progress)
             folder.start(experiment.record(), progress.log)
@@ -386,6 +432,24 @@ def run(config: Config, *, progress: Progress | None = None, programs: Programs 
             )
     progress.log(summary.describe())
     return summary
+
+
+@contextlib.contextmanager
+def _folder(config: Config) -> Iterator[Workdir]:
+    """The run's folder; of several processes the leader opens it first, and the others end if it cannot."""
+    if hosts.leads():
+        try:
+            folder = Workdir(config.workdir, config)
+        except UserError:
+            hosts.agreed(0)
+            raise
+        hosts.agreed(1)
+    else:
+        if not hosts.agreed(1):
+            raise UserError(f"The workdir {config.workdir} cannot be used: process 0 says why.")
+        folder = Workdir(config.workdir, config, leads=False)
+    with folder:
+        yield folder
 
 
 def cache_compilations(config: Config) -> None:
@@ -475,15 +539,17 @@ def _chunk_length(config: Config) -> int:
 
 def _train(experiment: Experiment, folder: Workdir, progress: Progress, programs: Programs) -> PyTree:
     """Runs the rounds that are missing, and returns the final parameters."""
-    config, key, workers = experiment.config, experiment.key, experiment.data
-    done = max(folder.rounds(), default=0)
+    config, key, workers, on_mesh = experiment.config, experiment.key, experiment.data, experiment.on_mesh
+    key = key if on_mesh is None else on_mesh.everywhere(key)
+    done = hosts.agreed(max(folder.rounds(), default=0))
     with progress.phase("starting"):
         state = experiment.init()
         if done == config.rounds:  # Killed between the last checkpoint and the summary.
-            _export_events(config)
-            return folder.restore(done, _final(state))["params"]
+            if hosts.leads():
+                _export_events(config)
+            return folder.restore(done, _on_host(_final(experiment.params(state))))["params"]
         if done:
-            state = folder.restore(done, state)
+            state = _restored(experiment, folder, done, state)
         weights = [folder.resume_metrics(done)]
     if done:
         progress.log(f"resuming after round {done}")
@@ -496,15 +562,18 @@ def _train(experiment: Experiment, folder: Workdir, progress: Progress, programs
         )
     tests = jnp.asarray(experiment.dataset.test_images), jnp.asarray(experiment.dataset.test_labels)
     with progress.phase("compiling"):
-        chunk, evaluate = programs.of(experiment, length, key, state, workers, *tests)
+        params = experiment.params(state)
+        chunk, evaluate = programs.of(experiment, length, key, state, workers, params, *tests)
 
     spent = privacy.epsilon_schedule(experiment.plan)
     saved = done
 
     def save() -> None:
         folder.write_weights(np.concatenate(weights))
-        last = done == config.rounds
-        folder.save(done, _final(state) if last else state)
+        if done < config.rounds:
+            folder.save(done, state, flat=on_mesh is not None)
+        else:
+            folder.save(done, _final(state.params if on_mesh is None else on_mesh.params(state)))
 
     with (
         _events(config, folder, weights[0]) as add_events,
@@ -512,7 +581,7 @@ def _train(experiment: Experiment, folder: Workdir, progress: Progress, programs
         _deferred_interrupt() as interrupted,
     ):
         while done < config.rounds:
-            if interrupted():
+            if hosts.anywhere(interrupted()):
                 if saved < done:
                     save()
                 raise KeyboardInterrupt(
@@ -525,7 +594,9 @@ def _train(experiment: Experiment, folder: Workdir, progress: Progress, programs
             before, done = done, done + length
             test_loss = accuracy = None
             if done % config.eval_every == 0 or done == config.rounds:
-                test_loss, accuracy = map(float, evaluate(state.params, *tests))
+                params = experiment.params(state)
+                if hosts.leads():
+                    test_loss, accuracy = map(float, evaluate(params, *tests))
             seconds = (time.monotonic() - begin) / length
             rows = [_row(before + 1 + i, info, i, spent, seconds, config.num_honest) for i in range(length)]
             rows[-1].update(test_accuracy=accuracy, test_loss=test_loss)
@@ -538,7 +609,34 @@ def _train(experiment: Experiment, folder: Workdir, progress: Progress, programs
             progress.update(
                 done, loss=float(info.loss[-1]), accuracy=accuracy, epsilon=float(spent[done - 1])
             )
-    return state.params
+    return experiment.params(state)
+
+
+def _restored(experiment: Experiment, folder: Workdir, round: int, state: State) -> State:
+    """The state of a checkpoint, which may have been written on another mesh or on one device.
+
+    Args:
+      experiment: the run.
+      folder: its folder.
+      round: of the checkpoint.
+      state: any state of the run; it is not used further.
+    """
+    on_mesh = experiment.on_mesh
+    if on_mesh is None:
+        if not folder.is_flat(round):
+            return folder.restore(round, state)
+        flattening = Flattening.on(sharding.make_mesh(devices=jax.devices()[:1]), state.params)
+        return jax.jit(flattening.unflattened)(folder.restore(round, flattening.flat_shapes(state)))
+    if folder.is_flat(round):
+        return folder.restore(round, on_mesh.shapes())
+    # The device that wrote it held all of it, so a host can.
+    shapes = jax.eval_shape(on_mesh.flattening.unflattened, on_mesh.shapes())
+    return on_mesh.spread(folder.restore(round, _on_host(shapes)))
+
+
+def _on_host(tree: PyTree) -> PyTree:
+    """NumPy arrays of the shapes and types of a tree's leaves, to restore into; they take no memory."""
+    return jax.tree.map(lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), tree)
 
 
 @contextlib.contextmanager
@@ -546,7 +644,7 @@ def _events(
     config: Config, folder: Workdir, weights: np.ndarray
 ) -> Iterator[Callable[[list[dict[str, float | None]], np.ndarray], None]]:
     """Event files that hold the rounds that are done, and what adds others; it does nothing if not wanted."""
-    if config.tensorboard == "off":
+    if config.tensorboard == "off" or not hosts.leads():
         yield lambda rows, weights: None
         return
     with tensorboard.writer(folder.path / "tensorboard", config.to_dict()) as events:
@@ -561,9 +659,9 @@ def _export_events(config: Config) -> None:
         tensorboard.export(config.workdir, config.num_honest, config.to_dict())
 
 
-def _final(state: State) -> PyTree:
+def _final(params: PyTree) -> PyTree:
     """What the last checkpoint holds: no round follows, and the momenta are n times as large as the rest."""
-    return {"params": state.params}
+    return {"params": params}
 
 
 def separation(weights: np.ndarray, num_honest: int) -> float:
@@ -698,6 +796,9 @@ def _finish(experiment: Experiment, folder: Workdir, params: PyTree) -> Summary:
     # It takes long to import, and nobody should wait for it before the first round.
     from cafcor_jax import plotting
 
+    if not hosts.leads():
+        hosts.agreed(1)  # when the leader has written it
+        return Summary.from_dict(folder.summary() or {})
     config, plan = experiment.config, experiment.plan
     metrics = read_metrics(folder.path / "metrics.csv")
     accuracy = metrics["test_accuracy"]
@@ -729,4 +830,5 @@ def _finish(experiment: Experiment, folder: Workdir, params: PyTree) -> Summary:
         folder.write("filtering.png", lambda path: plotting.save(picture, path))
     folder.write_json("summary.json", dataclasses.asdict(summary))
     folder.prune(keep=1)
+    hosts.agreed(1)
     return summary

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from cafcor_jax import clipping, grid, noise, secrets
+from cafcor_jax import clipping, grid, noise, secrets, spread
 from cafcor_jax.aggregators import Judged, LinearRule, StatefulRule
 from cafcor_jax.attacks.adaptive import AgainstRound, best_push
 from cafcor_jax.attacks.hidden import ProtocolAttack, Push
 from cafcor_jax.attacks.labels import LabelAttack
 from cafcor_jax.attacks.vectors import honest_mean
-from cafcor_jax.columns import finite_workers, num_workers
+from cafcor_jax.columns import finite_workers, num_coordinates, num_workers
 from cafcor_jax.privacy import PrivacyPlan
-from cafcor_jax.types import Aggregator, Array, Attack, PyTree, Updates
+from cafcor_jax.types import Aggregate, Aggregator, Array, Attack, PyTree, Updates
 
 # Honest workers whose gradients are computed together on an accelerator: bounds the memory.
 _WORKERS_AT_ONCE = 32
@@ -71,6 +71,15 @@ class Federation(NamedTuple):
     """(key, state, data) -> (state, info): one round."""
 
 
+class Layout(NamedTuple):
+    """How a round on many devices gets from workers to columns, and back to parameters."""
+
+    gradients: Callable[..., clipping.Clipped]
+    """As `honest_gradients`: every honest worker's gradient, or the columns of it that are at hand."""
+    like_params: Callable[[Aggregate], Aggregate]
+    """From the aggregate to what the optimizer adds to `State.params`."""
+
+
 class _Streams(NamedTuple):
     """Independent streams of randomness of a run."""
 
@@ -98,6 +107,7 @@ def federation(
     noise_mode: str = "pairwise",
     grid_bits: int | None = None,
     augment: Callable[[Array, Array], Array] | None = None,
+    layout: Layout | None = None,
 ) -> Federation:
     """Builds a federation.
 
@@ -114,10 +124,12 @@ def federation(
       noise_mode: one of `noise.MODES`: how correlated noise is drawn.
       grid_bits: put gradients and noise on the grid of step 2^-bits (`grid.py`); None for float32.
       augment: (key, images [b, ...]) -> images, on training batches.
+      layout: where gradients and parameters are; None for whole ones, on one device.
 
     Returns:
       The functions init and step.
     """
+    layout = layout or Layout(honest_gradients, lambda aggregate: aggregate)
     if noise_mode not in noise.MODES:
         raise ValueError(f"noise_mode is {noise_mode!r}; it must be one of {', '.join(noise.MODES)}.")
     if noise_mode == "independent" and plan.sigma_cor > 0:
@@ -144,34 +156,38 @@ def federation(
     def noise_rows(key: Array, round_index: Array, size: int) -> Array:
         """The noise of those who keep to the protocol in one round, [senders, d]."""
         streams = _streams(key)
+        first = spread.first_column(size)
         rows = jnp.zeros((senders, size))
         if plan.sigma_ind > 0:
-            rows = rows + noise.independent(
-                jax.random.split(streams.own, n)[:senders], round_index, size, plan.sigma_ind
-            )
+            own_keys = jax.random.split(streams.own, n)[:senders]
+            rows = rows + noise.independent(own_keys, round_index, size, plan.sigma_ind, first=first)
         if plan.sigma_cor > 0 and noise_mode == "pairwise":
             pair_keys = secrets.key_matrix(streams.pairs, n)
-            rows = rows + noise.pairwise(pair_keys, round_index, size, plan.sigma_cor, plan.graph)[:senders]
-        if plan.sigma_cor > 0 and noise_mode == "projected":
-            drawn = noise.projected(streams.pairs, n, round_index, size, plan.sigma_cor, plan.graph)
+            drawn = noise.pairwise(pair_keys, round_index, size, plan.sigma_cor, plan.graph, first=first)
             rows = rows + drawn[:senders]
-        return rows
+        if plan.sigma_cor > 0 and noise_mode == "projected":
+            drawn = noise.projected(
+                streams.pairs, n, round_index, size, plan.sigma_cor, plan.graph, first=first
+            )
+            rows = rows + drawn[:senders]
+        return spread.without_padding(rows)
 
     def on_grid(key: Array, round_index: Array, gradients: Updates, bits: int) -> Updates:
         """Gradients and noise as whole multiples of 2^-bits, summed as integers."""
         streams = _streams(key)
         flat = jnp.concatenate([leaf.reshape(senders, -1) for leaf in jax.tree.leaves(gradients)], axis=1)
         size = flat.shape[1]
-        grid.check_plan(plan, bits, size)
+        first = spread.first_column(size)
+        grid.check_plan(plan, bits, spread.num_coordinates(size))
         total = grid.to_grid_toward_zero(flat, bits)
         own_keys = jax.random.split(streams.own, n)[:senders]
-        total = total + grid.independent(own_keys, round_index, size, plan.sigma_ind, bits)
+        total = total + grid.independent(own_keys, round_index, size, plan.sigma_ind, bits, first=first)
         if plan.sigma_cor > 0:
             pair_keys = secrets.key_matrix(streams.pairs, n)
-            rows = grid.pairwise(pair_keys, round_index, size, plan.sigma_cor, bits, plan.graph)
+            rows = grid.pairwise(pair_keys, round_index, size, plan.sigma_cor, bits, plan.graph, first=first)
             total = total + rows[:senders]
         one = jax.tree.map(lambda leaf: leaf[0], gradients)
-        return noise.like(one, grid.to_float(total, bits))
+        return noise.like(one, grid.to_float(spread.without_padding(total), bits))
 
     def next_momentum(key: Array, state: State, gradients: Updates) -> Updates:
         """m_0 = 0, then m_t = beta m_{t-1} + (1 - beta) (g_t + noise)."""
@@ -181,8 +197,9 @@ def federation(
             if grid_bits is not None:
                 noisy = on_grid(key, state.round, gradients, grid_bits)
             elif plan.sigma_ind > 0 or plan.sigma_cor > 0:
-                size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-                noises = noise.like(state.params, noise_rows(key, state.round, size))
+                one = jax.tree.map(lambda leaf: leaf[0], gradients)
+                size = sum(leaf.size for leaf in jax.tree.leaves(one))
+                noises = noise.like(one, noise_rows(key, state.round, size))
                 noisy = jax.tree.map(jnp.add, gradients, noises)
             return jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state.momentum, noisy)
 
@@ -205,7 +222,7 @@ def federation(
         streams = _streams(key)
         seen = honest
         if isinstance(attack, LabelAttack):
-            seen = honest_gradients(
+            seen = layout.gradients(
                 # The very batches of the honest workers, unless those are Poisson samples.
                 jax.random.fold_in(streams.batches, state.round),
                 state.params,
@@ -218,8 +235,8 @@ def federation(
         if not isinstance(attack, AgainstRound):
             return attack(attack_key, seen, f)
         assert isinstance(aggregator, StatefulRule)  # checked above
-        size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-        return attack.make(aggregator.this_round(state.server, size))(attack_key, seen, f)
+        rule = aggregator.this_round(state.server, num_coordinates(seen))
+        return attack.make(rule)(attack_key, seen, f)
 
     def init(params: PyTree) -> State:
         def zeros(workers: int) -> Updates:
@@ -235,7 +252,7 @@ def federation(
                 f"least {plan.samples_per_worker}."
             )
         streams = _streams(key)
-        clipped = honest_gradients(
+        clipped = layout.gradients(
             jax.random.fold_in(streams.batches, state.round),
             state.params,
             data,
@@ -256,13 +273,14 @@ def federation(
             messages = _joined(sent, malicious_messages(key, state, data, honest))
         judged, server = judge(aggregator, state.server, messages)
         aggregate, weights = judged.aggregate, judged.weights
-        updates, opt_state = optimizer.update(aggregate, state.opt_state, state.params)
+        for_params = layout.like_params(aggregate)
+        updates, opt_state = optimizer.update(for_params, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         info = Info(
             loss=clipped.loss.mean(),
             gradient_norm=clipped.norm.mean(),
             clipped=clipped.clipped.mean(),
-            deviation=optax.global_norm(jax.tree.map(jnp.subtract, aggregate, honest_mean(honest))),
+            deviation=spread.norm(jax.tree.map(jnp.subtract, aggregate, honest_mean(honest))),
             honest_weight=weights[:h].sum(),
             weights=weights,
             not_finite=jnp.sum(~finite_workers(messages), dtype=jnp.int32),
@@ -288,6 +306,28 @@ def honest_gradients(
 
     With a `largest_batch` batches are Poisson samples of that size at most, of `batch_size` on average.
     """
+    return gradients_of(
+        jax.random.split(key, data.labels.shape[0]),
+        params,
+        data,
+        clipped_gradient=clipped_gradient,
+        batch_size=batch_size,
+        largest_batch=largest_batch,
+        augment=augment,
+    )
+
+
+def gradients_of(
+    worker_keys: Array,
+    params: PyTree,
+    data: Data,
+    *,
+    clipped_gradient: Callable[..., clipping.Clipped],
+    batch_size: int,
+    largest_batch: int | None = None,
+    augment: Callable[[Array, Array], Array] | None = None,
+) -> clipping.Clipped:
+    """`honest_gradients` of the workers whose keys and data are given, [rows]."""
 
     def worker(inputs: tuple[Array, Data]) -> clipping.Clipped:
         worker_key, own = inputs
@@ -304,12 +344,11 @@ def honest_gradients(
             images = augment(augment_key, images)
         return clipped_gradient(params, images, own.labels[chosen], **poisson)
 
-    h = data.labels.shape[0]
-    inputs = (jax.random.split(key, h), data)
+    inputs = (worker_keys, data)
     # On a CPU one worker after the other keeps the cores busy and its arrays in the cache.
     if jax.default_backend() == "cpu":
         return lax.map(worker, inputs)
-    return lax.map(worker, inputs, batch_size=min(h, _WORKERS_AT_ONCE))
+    return lax.map(worker, inputs, batch_size=min(worker_keys.shape[0], _WORKERS_AT_ONCE))
 
 
 def _joined(first: Updates, last: Updates) -> Updates:

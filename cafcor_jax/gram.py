@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cafcor_jax import spread
 from cafcor_jax.columns import (
     accumulator_dtype,
     as_rows,
@@ -72,16 +73,18 @@ def _plain_gram(groups: list[Array]) -> tuple[Array, Array]:
     wide = [group for group in groups if group.shape[1] >= _SMALL_GROUP]
     narrow = [group for group in groups if group.shape[1] < _SMALL_GROUP]
     products = [_summed_products(narrow, lambda block: block)] if narrow else []
-    gram = functools.reduce(jnp.add, products + [products_of_wide_rows(group) for group in wide])
+    gram = spread.total(
+        functools.reduce(jnp.add, products + [products_of_wide_rows(group) for group in wide])
+    )
     norms = jnp.diagonal(gram)
     n = gram.shape[0]
     # An honest row has n // 2 other honest ones at least, so the honest majority decides this.
-    spread = jnp.median(jnp.sort(squared_distances(gram), axis=1)[:, n // 2])
+    apart = jnp.median(jnp.sort(squared_distances(gram), axis=1)[:, n // 2])
     typical = jnp.median(norms)
     in_float32 = any(accumulator_dtype(group.dtype) == np.float32 for group in wide)
     least = _SPREAD_FLOAT32 if in_float32 else _SPREAD_FLOAT64
     # A NaN makes every comparison false, as it should.
-    trusted = jnp.isfinite(gram).all() & (spread >= least * typical) & (typical > _TINY)
+    trusted = jnp.isfinite(gram).all() & (apart >= least * typical) & (typical > _TINY)
     return gram, trusted
 
 
@@ -90,13 +93,13 @@ def _careful_gram(groups: list[Array], *, about_origin: bool) -> Array:
 
     About the coordinate-wise median, unless it is to be about the origin.
     """
-    finite = finite_rows(groups)
+    finite = spread.everywhere(finite_rows(groups))
 
     def centre(block: Array) -> Array:
         block = jnp.where(finite[:, None], block, 0)
         return block if about_origin else block - median_of_rows(block, finite)[None, :]
 
-    gram = _summed_products(groups, centre)
+    gram = spread.total(_summed_products(groups, centre))
     # A length whose square is beyond float64 is as good as infinite.
     finite = finite & jnp.isfinite(jnp.diagonal(gram))
     return jnp.where(finite[:, None] & finite[None, :], gram, jnp.nan)

@@ -97,7 +97,9 @@ def to_float(total: Array, bits: int) -> Array:
 # Noise.
 
 
-def independent(keys: Array, round_index: Array | int, size: int, sigma: float, bits: int) -> Array:
+def independent(
+    keys: Array, round_index: Array | int, size: int, sigma: float, bits: int, *, first: Array | int = 0
+) -> Array:
     """Independent noise: row i is discrete Gaussian on the grid, drawn from worker i's own key.
 
     Args:
@@ -106,6 +108,7 @@ def independent(keys: Array, round_index: Array | int, size: int, sigma: float, 
       size: d.
       sigma: standard deviation, a number (the tables are made from it).
       bits: the step is 2^-bits.
+      first: the first coordinate that is drawn, of `size`: for a part of longer rows.
 
     Returns:
       int32 [rows, d], in steps.
@@ -122,7 +125,7 @@ def independent(keys: Array, round_index: Array | int, size: int, sigma: float, 
     def block(index: Array) -> Array:
         return jnp.concatenate(draw(sampler, fold_in_keys(round_keys, index)), axis=-1)
 
-    return by_blocks(block, keys.shape[0], size, jnp.int32)
+    return by_blocks(block, keys.shape[0], size, jnp.int32, first=first)
 
 
 def pairwise(
@@ -132,6 +135,8 @@ def pairwise(
     sigma: float,
     bits: int,
     graph: SecretGraph | None = None,
+    *,
+    first: Array | int = 0,
 ) -> Array:
     """Pairwise-cancelling noise of all workers: row i is sum_{j != i} v_ij with v_ij = -v_ji on the grid.
 
@@ -144,6 +149,7 @@ def pairwise(
       sigma: sigma_cor, the standard deviation of one pair's noise, a number.
       bits: the step is 2^-bits.
       graph: who shares a secret with whom; None for everyone with everyone.
+      first: the first coordinate that is drawn, as for `independent`.
 
     Returns:
       int32 [n, d], in steps; the memory is that of the result.
@@ -159,7 +165,7 @@ def pairwise(
     if sampler is None or n == 1 or (graph is not None and not graph.edges):
         return jnp.zeros((n, size), jnp.int32)
     totals = pair_totals(pair_keys, round_index, lambda keys: draw(sampler, keys), graph)
-    return by_blocks(totals, n, size, jnp.int32)
+    return by_blocks(totals, n, size, jnp.int32, first=first)
 
 
 def pairwise_row(

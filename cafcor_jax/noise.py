@@ -41,7 +41,9 @@ _LARGEST_NORMAL = 8
 _LOWEST = np.nextafter(np.float32(-1), np.float32(0))
 
 
-def independent(keys: Array, round_index: Array | int, size: int, sigma: Array | float) -> Array:
+def independent(
+    keys: Array, round_index: Array | int, size: int, sigma: Array | float, *, first: Array | int = 0
+) -> Array:
     """Independent noise: row i is N(0, sigma^2 I), drawn from worker i's own key.
 
     Args:
@@ -49,6 +51,7 @@ def independent(keys: Array, round_index: Array | int, size: int, sigma: Array |
       round_index: t.
       size: d.
       sigma: standard deviation.
+      first: the first coordinate that is drawn, of `size`: for a part of longer rows.
 
     Returns:
       [rows, d].
@@ -59,7 +62,7 @@ def independent(keys: Array, round_index: Array | int, size: int, sigma: Array |
         low, high = _normals(fold_in_keys(round_keys, index))
         return jnp.asarray(sigma, jnp.float32) * jnp.concatenate([low, high], axis=-1)
 
-    return by_blocks(block, keys.shape[0], size)
+    return by_blocks(block, keys.shape[0], size, first=first)
 
 
 def projected(
@@ -69,6 +72,8 @@ def projected(
     size: int,
     sigma: Array | float,
     graph: SecretGraph | None = None,
+    *,
+    first: Array | int = 0,
 ) -> Array:
     """Noise with the joint law of `pairwise` from O(nd) draws, not O(n^2 d): sigma sqrt(n) (z_i - mean of z).
 
@@ -83,6 +88,7 @@ def projected(
       size: d.
       sigma: sigma_cor, the standard deviation of one pair's noise.
       graph: who shares a secret with whom; None for everyone with everyone.
+      first: the first coordinate that is drawn, as for `independent`.
 
     Returns:
       [n, d].
@@ -98,7 +104,7 @@ def projected(
         centred = normals - matmul(average, normals)
         return jnp.asarray(sigma * math.sqrt(num_workers), jnp.float32) * centred
 
-    return by_blocks(block, num_workers, size)
+    return by_blocks(block, num_workers, size, first=first)
 
 
 def pairwise(
@@ -107,6 +113,8 @@ def pairwise(
     size: int,
     sigma: Array | float,
     graph: SecretGraph | None = None,
+    *,
+    first: Array | int = 0,
 ) -> Array:
     """Pairwise-cancelling noise of all workers: row i is sum_{j != i} v_ij, v_ij = -v_ji ~ N(0, sigma^2 I).
 
@@ -116,6 +124,7 @@ def pairwise(
       size: d.
       sigma: sigma_cor, the standard deviation of one pair's noise.
       graph: who shares a secret with whom, the sum being over j with which i does; None for everyone.
+      first: the first coordinate that is drawn, as for `independent`.
 
     Returns:
       [n, d]; the memory is that of the result, never n x n x d.
@@ -124,7 +133,7 @@ def pairwise(
     if n == 1 or (graph is not None and not graph.edges):
         return jnp.zeros((n, size), jnp.float32)
     totals = pair_totals(pair_keys, round_index, _draw_integers(n), graph)
-    return by_blocks(lambda index: _from_grid(totals(index), n, sigma), n, size)
+    return by_blocks(lambda index: _from_grid(totals(index), n, sigma), n, size, first=first)
 
 
 def pair_totals(
@@ -298,14 +307,27 @@ def fold_in_keys(keys: Array, data: Array | int) -> Array:
     return lax.optimization_barrier(flat.reshape(keys.shape))
 
 
-def by_blocks(block: Callable[[Array], Array], num_rows: int, size: int, dtype: Any = jnp.float32) -> Array:
-    """Fills [rows, size] block by block; the last one is drawn whole and cut."""
-    count = -(-size // BLOCK)
+def by_blocks(
+    block: Callable[[Array], Array],
+    num_rows: int,
+    size: int,
+    dtype: Any = jnp.float32,
+    *,
+    first: Array | int = 0,
+) -> Array:
+    """Fills [rows, size] block by block, from the coordinate `first` on.
+
+    The blocks at the ends are drawn whole and cut.
+    """
+    begin, end = first // BLOCK, (first + size + BLOCK - 1) // BLOCK
+    # Where it is not known before the code runs, in the worst case.
+    count = end - begin if isinstance(end - begin, int) else 1 + -(-(size - 1) // BLOCK)
 
     def fill(index: Array, out: Array) -> Array:
-        return lax.dynamic_update_slice(out, block(index), (0, index * BLOCK))
+        return lax.dynamic_update_slice(out, block(index), (0, (index - begin) * BLOCK))
 
-    return lax.fori_loop(0, count, fill, jnp.zeros((num_rows, count * BLOCK), dtype))[:, :size]
+    filled = lax.fori_loop(begin, end, fill, jnp.zeros((num_rows, count * BLOCK), dtype))
+    return lax.dynamic_slice_in_dim(filled, first - begin * BLOCK, size, axis=1)
 
 
 def _normals(keys: Array) -> tuple[Array, Array]:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -66,6 +67,7 @@ _KEEP = 2  # checkpoints, while the run goes on
 _TEMPORARY = ".cafcor-tmp-"
 _LOCK = ".cafcor.lock"
 _DIGEST = "sha256.txt"
+_FLAT_DIGEST = "flat_sha256.txt"
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 
 
@@ -77,18 +79,25 @@ class Workdir:
     Args:
       path: the folder; made if it is missing.
       config: the settings of the run.
+      leads: whether this process is the one to write, of those that compute the run together. The others hold
+        nothing and write nothing but their part of checkpoints; they are made after the leader's is there.
 
     Raises:
       UserError: if the folder cannot be used, holds a run with other settings, or is in use.
     """
 
-    def __init__(self, path: str | os.PathLike[str], config: config_lib.Config):
+    def __init__(self, path: str | os.PathLike[str], config: config_lib.Config, *, leads: bool = True):
         self.path = Path(path)
         self._config = config
+        self._leads = leads
+        self.stored: dict[str, Any] | None = None
+        self._lock: IO[str] | None = None
+        if not leads:
+            return
         self._refuse_other_files()  # before anything is written there
         self._lock = self._open()
         try:
-            self.stored: dict[str, Any] | None = self._check_content()
+            self.stored = self._check_content()
             self._remove_leftovers()
         except BaseException:
             self.close()
@@ -102,7 +111,8 @@ class Workdir:
 
     def close(self) -> None:
         """Lets other processes use the folder."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _open(self) -> IO[str]:
         with writing(self.path):
@@ -179,6 +189,8 @@ class Workdir:
           UserError: if the stored run has other data or another privacy plan.
         """
         record = strict(record)
+        if not self._leads:
+            return
         if self.stored is None:
             self.write_json("config.json", record)
             return
@@ -201,6 +213,8 @@ class Workdir:
           name: of the file.
           writer: writes it to the path that it is given.
         """
+        if not self._leads:
+            return
         temporary = self.path / f"{_TEMPORARY}{name}"
         with writing(self.path / name):
             writer(temporary)
@@ -232,7 +246,7 @@ class Workdir:
         path = self.path / "metrics.csv"
         lines = [",".join(COLUMNS)]
         weights = np.zeros((0, self._config.num_workers), np.float32)
-        if round:
+        if round and self._leads:
             try:
                 lines = path.read_text().splitlines()[: round + 1]
                 weights = np.load(self.path / "weights.npy")[:round]
@@ -258,6 +272,8 @@ class Workdir:
         Args:
           rows: by column; None for what was not measured.
         """
+        if not self._leads:
+            return
         with writing(self.path / "metrics.csv"), open(self.path / "metrics.csv", "a") as file:
             for row in rows:
                 file.write(",".join(_cell(row[column]) for column in COLUMNS) + "\n")
@@ -281,41 +297,55 @@ class Workdir:
         """The rounds of which there are checkpoints, in order."""
         return sorted(int(path.name) for path in self._checkpoints.glob("*") if path.name.isdecimal())
 
-    def save(self, round: int, tree: PyTree, *, keep: int = _KEEP) -> None:
-        """Writes a checkpoint, then removes old ones.
+    def save(self, round: int, tree: PyTree, *, keep: int = _KEEP, flat: bool = False) -> None:
+        """Writes a checkpoint, then removes old ones; all processes that compute the run take part.
 
         Args:
           round: how many rounds are done.
           tree: arrays.
           keep: how many checkpoints stay.
+          flat: whether they are the flat arrays of a mesh, whose last axis may be longer than what it holds,
+            with zeros at its end. They are read and written device by device.
         """
         target = self._checkpoints / str(round)
         # Absolute, as orbax wants it.
         temporary = (self._checkpoints / f"{_TEMPORARY}{round}").absolute()
         with writing(target):
-            self._checkpoints.mkdir(exist_ok=True)
+            if self._leads:
+                self._checkpoints.mkdir(exist_ok=True)
             with ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(temporary, tree)
                 checkpointer.wait_until_finished()
             # Orbax notices a missing or a shortened file, but not a wrong byte.
-            (temporary / _DIGEST).write_text(digest(tree) + "\n")
+            content = flat_digest(tree) if flat else digest(tree)
+            if not self._leads:
+                return
+            (temporary / (_FLAT_DIGEST if flat else _DIGEST)).write_text(content + "\n")
             os.replace(temporary, target)
             self.prune(keep)
 
     def prune(self, keep: int) -> None:
         """Removes all checkpoints but the last ones."""
+        if not self._leads:
+            return
         for old in self.rounds()[:-keep]:
             # Renamed first: a removal that is cut short must not leave a damaged checkpoint.
             doomed = self._checkpoints / f"{_TEMPORARY}{old}"
             os.replace(self._checkpoints / str(old), doomed)
             shutil.rmtree(doomed)
 
+    def is_flat(self, round: int) -> bool:
+        """Whether a checkpoint holds the flat arrays of a mesh."""
+        return (self._checkpoints / str(round) / _FLAT_DIGEST).exists()
+
     def restore(self, round: int, like: PyTree) -> PyTree:
         """Reads a checkpoint.
 
         Args:
           round: which one.
-          like: a tree of arrays, or of their shapes and types, that it has to match.
+          like: a tree of arrays, or of their shapes and types, that it has to match. Of a flat checkpoint the
+            last axes may have another length: they are cut, or filled up with zeros. Shapes may have
+            shardings, and every device then reads its own part. What is NumPy's comes back as that.
 
         Returns:
           The tree.
@@ -324,14 +354,15 @@ class Workdir:
           UserError: if a byte of it is wrong.
         """
         path = self._checkpoints / str(round)
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like)
+        flat = self.is_flat(round)
+        shapes = jax.tree.map(_shape, like)
         try:
-            expected = (path / _DIGEST).read_text().strip()
+            expected = (path / (_FLAT_DIGEST if flat else _DIGEST)).read_text().strip()
             with ocp.StandardCheckpointer() as checkpointer:
-                tree = checkpointer.restore(path.absolute(), shapes)
+                tree = checkpointer.restore(path.absolute(), shapes, strict=not flat)
         except Exception as error:  # Orbax fails in many ways on a damaged folder.
             raise self._corrupt(path, _line(error)) from None
-        if digest(tree) != expected:
+        if (flat_digest(tree) if flat else digest(tree)) != expected:
             raise self._corrupt(path, "its content does not match its checksum")
         return tree
 
@@ -374,6 +405,47 @@ def digest(tree: PyTree) -> str:
         total.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
         total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return total.hexdigest()
+
+
+def flat_digest(tree: PyTree) -> str:
+    """Like `digest`, of flat arrays [..., d] on any mesh: each device reads its own part only.
+
+    Zeros at the ends of rows do not count, so it does not depend on how long the rows are. It is two sums of
+    32 bits an array: enough against damage, and not against an adversary.
+    """
+    total = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        sums = np.asarray(jax.jit(_checksums)(leaf)).tolist()
+        place = f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape[:-1]}"
+        total.update(f"{place} {sums}\n".encode())
+    return total.hexdigest()
+
+
+def _checksums(array: jax.Array) -> jax.Array:
+    """Two sums over all numbers, of what depends on a number's bits and its place; a zero adds nothing."""
+    bits = jax.lax.bitcast_convert_type(array, jnp.uint32)
+    bits = jnp.where(array == 0, 0, bits)
+    place = jnp.zeros(array.shape, jnp.uint32)
+    for axis in range(array.ndim):
+        index = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+        place = _mixed(place + index + jnp.uint32(0x9E3779B9))
+    # Odd factors: a change of one number always changes the first sum.
+    return jnp.stack([jnp.sum(bits * (place | 1)), jnp.sum(_mixed(bits ^ place) * (bits != 0))])
+
+
+def _mixed(words: jax.Array) -> jax.Array:
+    """Words of 32 bits whose every bit depends on all of what went in (the finalizer of MurmurHash3)."""
+    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
+    return words ^ (words >> 16)
+
+
+def _shape(leaf: Any) -> Any:
+    """What Orbax is to make of a leaf: a NumPy array for one, else an array on devices."""
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    sharding = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def versions() -> dict[str, str | None]:

@@ -19,6 +19,7 @@ import numpy as np
 from absl import flags
 
 from cafcor_jax import attacks, cli, clipping, config, experiment, grid, noise, progress, secrets
+from cafcor_jax.errors import UserError
 from cafcor_jax.federation import honest_gradients, judge
 
 REPEATS = flags.DEFINE_integer("repeats", 3, "Calls of each part; the fastest counts.", lower_bound=1)
@@ -38,6 +39,10 @@ def best_of(call: Callable[..., Any], *args: Any) -> float:
 
 def main(cfg: config.Config) -> None:
     experiment.cache_compilations(cfg)
+    if cfg.mesh_workers * cfg.mesh_parameters > 1:
+        raise UserError(
+            "mesh_workers and mesh_parameters must be 1: the parts of a round are timed on one device."
+        )
     run = experiment.build(cfg, progress=progress.automatic())
     plan, key = run.plan, run.key
     n, f = cfg.num_workers, cfg.num_byzantine

@@ -114,6 +114,8 @@ BAD = [
     ({"workdir": "runs/{sed}"}, ["workdir='runs/{sed}'", "{sed}"]),
     ({"eval_every": 0}, ["eval_every=0", "at least 1"]),
     ({"checkpoint_every": 0}, ["checkpoint_every=0", "at least 1"]),
+    ({"mesh_workers": 0}, ["mesh_workers=0", "at least 1"]),
+    ({"mesh_parameters": 0}, ["mesh_parameters=0", "at least 1"]),
     ({"noise_multiplier": 0.0}, ["noise_multiplier=0", "greater than 0"]),
     ({"noise_multiplier": 1.0}, ["noise_multiplier=1", "'byzldp'", "belongs to ldp and cdp"]),
     ({"tensorboard": "yes"}, ["tensorboard='yes'", "one of off, on"]),
@@ -230,6 +232,8 @@ def test_differences_are_those_that_decide_results():
         "data_dir",
         "idx_dir",
         "checkpoint_every",
+        "mesh_workers",
+        "mesh_parameters",
         "tensorboard",
     }
 

@@ -27,6 +27,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from cafcor_jax import spread
 from cafcor_jax.aggregators.coordinatewise import CoordinatewiseRule
 from cafcor_jax.aggregators.linear import LinearRule, check_tolerance, gram_about_origin, only_validity
 from cafcor_jax.aggregators.noise_aware import StatefulRule
@@ -396,7 +397,7 @@ def _best(
     largest = functools.reduce(
         jnp.maximum, [jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(p)]
     )
-    largest = largest.astype(dtype)
+    largest = spread.largest(largest).astype(dtype)
     rows = jax.tree.map(functools.partial(_basis, largest), wide, mean, p)
     # Gram space needs to know that G is made of inner products, and about which centre.
     if isinstance(rule, LinearRule) and rule.inner_products in (gram, gram_about_origin, only_validity):
@@ -421,6 +422,8 @@ def _best(
             return functools.partial(_half_deviation, rule, num_byzantine, seen, mean_seen, send)
 
         step = -(-size // search.coordinates) if isinstance(rule, CoordinatewiseRule) else 1
+        if step > 1:
+            spread.refuse(f"An adaptive attack on a coordinate-wise rule samples the {size} coordinates")
         chosen = _line_search(deviation(step), scale, family.fixed, search, dtype)
         if step > 1:
             factors = jnp.stack([chosen.factor, *(_like(factor, scale) for factor in family.fixed)])
@@ -507,9 +510,9 @@ def _half_deviation(
         def squares(a: Array, m: Array) -> Array:
             return jnp.sum((a.astype(np.float64) / 2 - m.astype(np.float64) / 2) ** 2)
 
-        size = sum(leaf.size for leaf in jax.tree.leaves(mean))
+        size = spread.num_coordinates(sum(leaf.size for leaf in jax.tree.leaves(mean)))
         total = functools.reduce(jnp.add, jax.tree.leaves(jax.tree.map(squares, aggregate, mean)))
-        return jnp.sqrt(total / max(size, 1)).astype(tau.dtype)
+        return jnp.sqrt(spread.total(total) / max(size, 1)).astype(tau.dtype)
 
     return batched_in_float64(root_mean_square)(rule(messages), mean)
 

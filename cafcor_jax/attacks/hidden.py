@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
+from cafcor_jax import spread
 from cafcor_jax.aggregators.caf import top_eigenvector
 from cafcor_jax.attacks.vectors import _check_factor, honest_mean, repeat
 from cafcor_jax.columns import num_workers
@@ -200,6 +200,7 @@ def bias_spread(factor: float | None = None) -> ProtocolAttack:
 
     def push(key: Array, honest: Updates, num_byzantine: int, round_index: Array) -> Push:
         del round_index  # the key is the round's own
+        spread.refuse("attack 'bias_spread' draws whole messages at once")
         direction = _against_gradient(honest)
         leaves, structure = jax.tree.flatten(direction)
         size = sum(leaf.size for leaf in leaves)
@@ -245,6 +246,7 @@ def _against_gradient(honest: Updates) -> Aggregate:
 
 
 def _fixed(honest: Updates) -> Aggregate:
+    spread.refuse("attack 'bias_fixed' draws a whole message at once")
     num_workers(honest)
     leaves, structure = jax.tree.flatten(honest)
     keys = jax.random.split(jax.random.key(0), len(leaves))  # the same in every round: that is the attack
@@ -262,10 +264,10 @@ def _top(honest: Updates) -> Aggregate:
 
     top, mean = direction(honest)
     products = jax.tree.map(lambda a, b: jnp.sum(a * b), top, mean)
-    sign = jnp.where(sum(jax.tree.leaves(products)) > 0, -1, 1)
+    sign = jnp.where(spread.total(functools.reduce(jnp.add, jax.tree.leaves(products))) > 0, -1, 1)
     return _unit(jax.tree.map(lambda leaf: (sign * leaf).astype(leaf.dtype), top))
 
 
 def _unit(vector: Aggregate) -> Aggregate:
-    norm = optax.global_norm(vector)
+    norm = spread.norm(vector)
     return jax.tree.map(lambda leaf: leaf / jnp.where(norm > 0, norm, 1).astype(leaf.dtype), vector)

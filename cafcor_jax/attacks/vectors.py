@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cafcor_jax import spread
 from cafcor_jax.columns import accumulator_dtype, num_workers
 from cafcor_jax.errors import UserError
 from cafcor_jax.float64 import batched_in_float64
@@ -253,6 +254,7 @@ def gaussian(factor: float = 200.0) -> Attack:
     _check_factor(factor, least=0.0)
 
     def attack(key: Array, honest: Updates, num_byzantine: int) -> Updates:
+        spread.refuse("attack 'gaussian' draws whole messages at once")
         num_workers(honest)
         leaves, structure = jax.tree.flatten(honest)
 
@@ -403,7 +405,7 @@ def _farthest(direction: str, gamma: Callable[[Array, Array, Array, Array], Arra
 def _with_largest_entry_1(p: Aggregate) -> Aggregate:
     """Returns p / max |p|. The attack does not depend on the length of p, and tiny products would be lost."""
     leaves = [jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(p)]
-    largest = functools.reduce(jnp.maximum, leaves)
+    largest = spread.largest(functools.reduce(jnp.maximum, leaves))
     scale = jnp.where(largest > 0, largest, 1)
     return jax.tree.map(lambda leaf: leaf / scale.astype(leaf.dtype), p)
 
