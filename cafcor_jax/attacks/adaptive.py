@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
 from cafcor_jax import spread
@@ -286,6 +285,8 @@ def best_push(
     step = 1
     if isinstance(aggregator, CoordinatewiseRule):
         step = -(-num_coordinates(messages) // search.coordinates)
+    if step > 1:
+        spread.refuse("A search against a coordinate-wise rule samples the coordinates")
 
     def some(leaf: Array) -> Array:
         return leaf if step == 1 else as_rows(leaf)[:, ::step]
@@ -303,14 +304,14 @@ def best_push(
     def component(tau: Array) -> Array:
         sent = jax.tree.map(lambda x, p: x.at[-f:].add((tau * p).astype(x.dtype)), seen, along)
         products = jax.tree.map(lambda a, u: jnp.sum(a * u), aggregator(sent), unit)
-        return functools.reduce(jnp.add, jax.tree.leaves(products)).astype(tau.dtype)
+        return spread.total(functools.reduce(jnp.add, jax.tree.leaves(products))).astype(tau.dtype)
 
     return _line_search(component, scale, (0.0,), search, scale.dtype)
 
 
 def _unit_sum(direction: Updates) -> Aggregate:
     total = jax.tree.map(lambda leaf: leaf.sum(axis=0), direction)
-    norm = optax.global_norm(total)
+    norm = spread.norm(total)
     return jax.tree.map(lambda leaf: leaf / jnp.where(norm > 0, norm, 1).astype(leaf.dtype), total)
 
 

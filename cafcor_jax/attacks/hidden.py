@@ -144,9 +144,9 @@ def bias_sacrifice(factor: float | None = None) -> ProtocolAttack:
         def only(who: Array, leaf: Array) -> Array:
             return (who.reshape(-1, *[1] * leaf.ndim) * leaf).astype(leaf.dtype)
 
-        away = jax.tree.map(functools.partial(only, rest), _against_gradient(honest))
-        given_up = jax.tree.map(functools.partial(only, _GIVEN_UP * (1 - rest)), _fixed(honest))
-        return Push(given_up, away)
+        away = _against_gradient(honest)
+        given_up = jax.tree.map(functools.partial(only, _GIVEN_UP * (1 - rest)), away)
+        return Push(given_up, jax.tree.map(functools.partial(only, rest), away))
 
     return ProtocolAttack(push, factor)
 
