@@ -32,12 +32,13 @@ from cafcor_jax.aggregators import StatefulRule
 from cafcor_jax.config import Config, decisive
 from cafcor_jax.data import cache
 from cafcor_jax.errors import UserError
-from cafcor_jax.federation import Data, Federation, Info, State, federation, random_flip
+from cafcor_jax.federation import Data, Federation, Info, State, WorkerKeys, federation, random_flip
 from cafcor_jax.progress import Progress, Silent
 from cafcor_jax.types import Aggregator, Array, Attack, PyTree
 from cafcor_jax.workdir import Workdir, digest, read_metrics, versions
 
-_GENERATORS = {"threefry2x32": "threefry2x32", "chacha20": chacha.IMPL}
+#: Implementations of typed keys, by the names of the setting.
+GENERATORS = {"threefry2x32": "threefry2x32", "chacha20": chacha.IMPL}
 
 # Folded into the run's key for the initial parameters.
 _INIT = 0xFFFFFFFF
@@ -63,6 +64,7 @@ class Experiment:
       model: what is trained.
       aggregator: the server's rule.
       attack: what the malicious workers send.
+      optimizer: the server's step.
       augment: of training batches, if any.
       federation: the rounds.
       data: the honest workers' data, on the device.
@@ -75,14 +77,18 @@ class Experiment:
     model: models.Model
     aggregator: Aggregator | StatefulRule
     attack: Attack | attacks.adaptive.AgainstRound
+    optimizer: optax.GradientTransformation
     augment: Callable[[Array, Array], Array] | None
     federation: Federation
     data: Data
 
     def init(self) -> State:
         """The state before the first round."""
-        params = jax.jit(self.model.init)(jax.random.fold_in(self.key, _INIT))
-        return jax.jit(self.federation.init)(params)
+        return jax.jit(self.federation.init)(self.init_params())
+
+    def init_params(self) -> PyTree:
+        """The parameters before the first round."""
+        return jax.jit(self.model.init)(jax.random.fold_in(self.key, _INIT))
 
     def chunk(self, length: int) -> Callable[[Array, State, Data], tuple[State, Info]]:
         """Several rounds as one pure function of (key, state, data), the infos stacked; not jitted yet."""
@@ -252,12 +258,13 @@ def title(config: Config) -> str:
     return f"{config.dataset}: {workers}, aggregator {rule}, {private}"
 
 
-def build(config: Config, *, progress: Progress | None = None) -> Experiment:
+def build(config: Config, *, progress: Progress | None = None, keys: WorkerKeys | None = None) -> Experiment:
     """Builds a run: loads the data, calibrates the noise, finds the functions behind the names.
 
     Args:
       config: the settings.
       progress: is told what goes on; nobody unless given.
+      keys: what the workers of a real federation drew and agreed on, to simulate that very one.
 
     Returns:
       The run.
@@ -287,28 +294,31 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
         model = models.cnn(mean=dataset.mean, std=dataset.std, num_classes=dataset.num_classes)
         aggregator = _aggregator(config, plan)
         attack = _attack(config, aggregator, dataset.num_classes)
+        optimizer = _optimizer(config)
         augment = random_flip if dataset.flip else None
         rounds = federation(
             loss_fn=model.loss,
             plan=plan,
             aggregator=aggregator,
             attack=attack,
-            optimizer=_optimizer(config),
+            optimizer=optimizer,
             momentum=config.momentum,
             batch_size=config.batch_size,
             examples=model.examples,
             noise_mode=config.noise_mode,
             grid_bits=grid_bits(config, plan),
             augment=augment,
+            keys=keys,
         )
     return Experiment(
         config=config,
         dataset=dataset,
         plan=plan,
-        key=jax.random.key(config.seed, impl=_GENERATORS[config.generator]),
+        key=jax.random.key(config.seed, impl=GENERATORS[config.generator]),
         model=model,
         aggregator=aggregator,
         attack=attack,
+        optimizer=optimizer,
         augment=augment,
         federation=rounds,
         data=Data(*map(jnp.asarray, (federated.images, federated.labels, federated.sizes))),
@@ -518,7 +528,7 @@ def _train(experiment: Experiment, folder: Workdir, progress: Progress, programs
                 raise KeyboardInterrupt(
                     f"interrupted after round {done} of {config.rounds}; the same command resumes"
                 )
-            _check_budget(experiment.plan, spent, done + length)
+            check_budget(experiment.plan, spent, done + length)
             begin = time.monotonic()
             state, infos = chunk(key, state, workers)
             info = jax.device_get(infos)
@@ -651,7 +661,7 @@ def _attack(
     return make(**{name: value for name, value in known.items() if name in wanted})
 
 
-def _check_budget(plan: privacy.PrivacyPlan, spent: np.ndarray, round: int) -> None:
+def check_budget(plan: privacy.PrivacyPlan, spent: np.ndarray, round: int) -> None:
     """Refuses rounds that the budget does not pay for. A calibrated plan pays for all of its own."""
     if round > len(spent):
         raise UserError(

@@ -3,6 +3,9 @@
 Workers 0..h-1 are honest, h..n-1 malicious (h = n - f). All randomness of round t comes from fold_in(key, t),
 and the pairs' secrets from the key alone, so a run is a function of its key and a resumed one is the same to
 the bit.
+
+`federation` does all of it at once. `one_worker` and `server_step` are the same round in parts, for workers
+and a server that are apart.
 """
 
 from __future__ import annotations
@@ -62,6 +65,33 @@ class Info(NamedTuple):
     law_fits: Array  # whether the messages can follow that law; if not, it was not used
 
 
+class WorkerKeys(NamedTuple):
+    """The workers' own randomness, a row each; a worker that is apart has its row alone."""
+
+    batches: Array  # typed keys [h]: of the examples it draws
+    own: Array  # typed keys [n]: of its independent noise
+    pairs: Array  # typed keys [n, n], symmetric: of the noise it shares
+
+
+class ServerState(NamedTuple):
+    """What the server keeps from one round to the next."""
+
+    params: PyTree
+    opt_state: optax.OptState
+    memory: PyTree  # what a rule with a memory remembers; () for others
+
+
+class Worker(NamedTuple):
+    """What one worker does in a round, as pure functions; `keys` is its own row."""
+
+    gradient: Callable[[WorkerKeys, Array, PyTree, Data], clipping.Clipped]
+    """(keys, round, params, own data) -> the clipped gradient of its batch; `own data` has no worker axis."""
+    noise: Callable[[WorkerKeys, Array, int], Array]
+    """(keys, round, size) -> its noise, [size]; on the grid in steps."""
+    momentum: Callable[[WorkerKeys, Array, PyTree, PyTree], PyTree]
+    """(keys, round, momentum, gradient) -> the next momentum, which is what it sends."""
+
+
 class Federation(NamedTuple):
     """A federation as a pair of pure functions."""
 
@@ -98,6 +128,7 @@ def federation(
     noise_mode: str = "pairwise",
     grid_bits: int | None = None,
     augment: Callable[[Array, Array], Array] | None = None,
+    keys: WorkerKeys | None = None,
 ) -> Federation:
     """Builds a federation.
 
@@ -114,6 +145,8 @@ def federation(
       noise_mode: one of `noise.MODES`: how correlated noise is drawn.
       grid_bits: put gradients and noise on the grid of step 2^-bits (`grid.py`); None for float32.
       augment: (key, images [b, ...]) -> images, on training batches.
+      keys: what the workers drew and agreed on for themselves; by default all of it comes from the key of the
+        run.
 
     Returns:
       The functions init and step.
@@ -132,6 +165,8 @@ def federation(
         )
     if grid_bits is not None and noise_mode == "projected":
         raise ValueError("noise_mode is 'projected', which has no grid: use 'pairwise'.")
+    if keys is not None and noise_mode == "projected":
+        raise ValueError("noise_mode is 'projected', which uses no keys of workers: use 'pairwise'.")
     if isinstance(attack, AgainstRound) and not isinstance(aggregator, StatefulRule):
         raise ValueError("An attack against the rule of a round needs a rule with a state.")
     n, f = plan.num_workers, plan.num_byzantine
@@ -141,17 +176,27 @@ def federation(
     clipped_gradient = clipping.BY_LEVEL[plan.level](loss_fn, plan.clip_norm, examples)
     raw_gradient = clipping.user_level(loss_fn, math.inf)
 
+    def batch_keys(key: Array, round_index: Array) -> Array:
+        """The honest workers' keys of a round's batches, [h]."""
+        if keys is not None:
+            return noise.fold_in_keys(keys.batches, round_index)
+        return jax.random.split(jax.random.fold_in(_streams(key).batches, round_index), h)
+
+    def own_keys(key: Array) -> Array:
+        return (keys.own if keys is not None else jax.random.split(_streams(key).own, n))[:senders]
+
+    def pair_keys(key: Array) -> Array:
+        return keys.pairs if keys is not None else secrets.key_matrix(_streams(key).pairs, n)
+
     def noise_rows(key: Array, round_index: Array, size: int) -> Array:
         """The noise of those who keep to the protocol in one round, [senders, d]."""
         streams = _streams(key)
         rows = jnp.zeros((senders, size))
         if plan.sigma_ind > 0:
-            rows = rows + noise.independent(
-                jax.random.split(streams.own, n)[:senders], round_index, size, plan.sigma_ind
-            )
+            rows = rows + noise.independent(own_keys(key), round_index, size, plan.sigma_ind)
         if plan.sigma_cor > 0 and noise_mode == "pairwise":
-            pair_keys = secrets.key_matrix(streams.pairs, n)
-            rows = rows + noise.pairwise(pair_keys, round_index, size, plan.sigma_cor, plan.graph)[:senders]
+            drawn = noise.pairwise(pair_keys(key), round_index, size, plan.sigma_cor, plan.graph)
+            rows = rows + drawn[:senders]
         if plan.sigma_cor > 0 and noise_mode == "projected":
             drawn = noise.projected(streams.pairs, n, round_index, size, plan.sigma_cor, plan.graph)
             rows = rows + drawn[:senders]
@@ -159,34 +204,25 @@ def federation(
 
     def on_grid(key: Array, round_index: Array, gradients: Updates, bits: int) -> Updates:
         """Gradients and noise as whole multiples of 2^-bits, summed as integers."""
-        streams = _streams(key)
-        flat = jnp.concatenate([leaf.reshape(senders, -1) for leaf in jax.tree.leaves(gradients)], axis=1)
+        flat = _flat(gradients, senders)
         size = flat.shape[1]
         grid.check_plan(plan, bits, size)
         total = grid.to_grid_toward_zero(flat, bits)
-        own_keys = jax.random.split(streams.own, n)[:senders]
-        total = total + grid.independent(own_keys, round_index, size, plan.sigma_ind, bits)
+        total = total + grid.independent(own_keys(key), round_index, size, plan.sigma_ind, bits)
         if plan.sigma_cor > 0:
-            pair_keys = secrets.key_matrix(streams.pairs, n)
-            rows = grid.pairwise(pair_keys, round_index, size, plan.sigma_cor, bits, plan.graph)
+            rows = grid.pairwise(pair_keys(key), round_index, size, plan.sigma_cor, bits, plan.graph)
             total = total + rows[:senders]
         one = jax.tree.map(lambda leaf: leaf[0], gradients)
         return noise.like(one, grid.to_float(total, bits))
 
-    def next_momentum(key: Array, state: State, gradients: Updates) -> Updates:
-        """m_0 = 0, then m_t = beta m_{t-1} + (1 - beta) (g_t + noise)."""
-
-        def later(_: None) -> Updates:
-            noisy = gradients
-            if grid_bits is not None:
-                noisy = on_grid(key, state.round, gradients, grid_bits)
-            elif plan.sigma_ind > 0 or plan.sigma_cor > 0:
-                size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-                noises = noise.like(state.params, noise_rows(key, state.round, size))
-                noisy = jax.tree.map(jnp.add, gradients, noises)
-            return jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state.momentum, noisy)
-
-        return lax.cond(state.round == 0, lambda _: state.momentum, later, None)
+    def noisy_gradients(key: Array, state: State, gradients: Updates) -> Updates:
+        if grid_bits is not None:
+            return on_grid(key, state.round, gradients, grid_bits)
+        if not (plan.sigma_ind > 0 or plan.sigma_cor > 0):
+            return gradients
+        size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        noises = noise.like(state.params, noise_rows(key, state.round, size))
+        return jax.tree.map(jnp.add, gradients, noises)
 
     def malicious_messages(key: Array, state: State, data: Data, honest: Updates) -> Updates:
         """What the malicious workers send, leaves [f, ...]."""
@@ -195,7 +231,7 @@ def federation(
         if isinstance(attack, LabelAttack):
             seen = honest_gradients(
                 # The very batches of the honest workers, unless those are Poisson samples.
-                jax.random.fold_in(streams.batches, state.round),
+                batch_keys(key, state.round),
                 state.params,
                 data._replace(labels=attack.poison(data.labels)),
                 clipped_gradient=raw_gradient,
@@ -210,11 +246,8 @@ def federation(
         return attack.make(aggregator.this_round(state.server, size))(attack_key, seen, f)
 
     def init(params: PyTree) -> State:
-        def zeros(workers: int) -> Updates:
-            return jax.tree.map(lambda leaf: jnp.zeros((workers, *leaf.shape), leaf.dtype), params)
-
-        server = aggregator.init(zeros(n)) if isinstance(aggregator, StatefulRule) else ()
-        return State(params, zeros(senders), optimizer.init(params), server, jnp.int32(0))
+        server = server_init(aggregator, optimizer, params, n)
+        return State(params, _zeros(params, senders), server.opt_state, server.memory, jnp.int32(0))
 
     def step(key: Array, state: State, data: Data) -> tuple[State, Info]:
         if plan.level == "example" and data.labels.shape[1] < (plan.samples_per_worker or 0):
@@ -224,7 +257,7 @@ def federation(
             )
         streams = _streams(key)
         clipped = honest_gradients(
-            jax.random.fold_in(streams.batches, state.round),
+            batch_keys(key, state.round),
             state.params,
             data,
             clipped_gradient=clipped_gradient,
@@ -236,15 +269,17 @@ def federation(
         if f and isinstance(attack, ProtocolAttack):
             attack_key = jax.random.fold_in(streams.attack, state.round)
             gradients = _joined(gradients, attack.gradients(attack_key, gradients, f, state.round))
-        sent = next_momentum(key, state, gradients)
+        sent = _next_momentum(
+            state.round, momentum, state.momentum, lambda: noisy_gradients(key, state, gradients)
+        )
         honest = jax.tree.map(lambda leaf: leaf[:h], sent)
         messages = sent
         if f and senders < n:
             messages = _joined(sent, malicious_messages(key, state, data, honest))
-        judged, server = judge(aggregator, state.server, messages)
+        after, judged = server_step(
+            aggregator, optimizer, ServerState(state.params, state.opt_state, state.server), messages
+        )
         aggregate, weights = judged.aggregate, judged.weights
-        updates, opt_state = optimizer.update(aggregate, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
         info = Info(
             loss=clipped.loss.mean(),
             gradient_norm=clipped.norm.mean(),
@@ -256,13 +291,153 @@ def federation(
             flagged=judged.flagged,
             law_fits=judged.law_fits,
         )
-        return State(params, sent, opt_state, server, state.round + 1), info
+        return State(after.params, sent, after.opt_state, after.memory, state.round + 1), info
 
     return Federation(init, step)
 
 
+def one_worker(
+    index: int,
+    *,
+    loss_fn: clipping.LossFn,
+    plan: PrivacyPlan,
+    momentum: float,
+    batch_size: int,
+    examples: clipping.ExamplesFn | None = None,
+    grid_bits: int | None = None,
+    augment: Callable[[Array, Array], Array] | None = None,
+) -> Worker:
+    """Builds what one worker of a federation does, apart from the others.
+
+    With the same keys it sends what the `federation` of the same arguments has that worker send: the noise is
+    the same to the bit, the gradient up to rounding.
+
+    Args:
+      index: its place among the n workers.
+      loss_fn: as in `federation`, and so are the other arguments.
+      plan: see there.
+      momentum: see there.
+      batch_size: see there.
+      examples: see there.
+      grid_bits: see there.
+      augment: see there.
+
+    Returns:
+      The functions.
+    """
+    draw_gradient = _gradient_of_batch(
+        clipped_gradient=clipping.BY_LEVEL[plan.level](loss_fn, plan.clip_norm, examples),
+        batch_size=batch_size,
+        largest_batch=plan.largest_batch if plan.sampling == "poisson" else None,
+        augment=augment,
+    )
+
+    def gradient(keys: WorkerKeys, round_index: Array, params: PyTree, data: Data) -> clipping.Clipped:
+        return draw_gradient((noise.fold_in_keys(keys.batches, round_index), data), params)
+
+    def noise_row(keys: WorkerKeys, round_index: Array, size: int) -> Array:
+        if grid_bits is not None:
+            row = grid.independent(keys.own[None], round_index, size, plan.sigma_ind, grid_bits)[0]
+            if plan.sigma_cor > 0:
+                row = row + grid.pairwise_row(
+                    keys.pairs, index, round_index, size, plan.sigma_cor, grid_bits, plan.graph
+                )
+            return row
+        row = jnp.zeros(size)
+        if plan.sigma_ind > 0:
+            row = row + noise.independent(keys.own[None], round_index, size, plan.sigma_ind)[0]
+        if plan.sigma_cor > 0:
+            row = row + noise.pairwise_row(keys.pairs, index, round_index, size, plan.sigma_cor, plan.graph)
+        return row
+
+    def noisy(keys: WorkerKeys, round_index: Array, gradient: PyTree) -> PyTree:
+        rows = jax.tree.map(lambda leaf: leaf[None], gradient)
+        flat = _flat(rows, 1)
+        drawn = noise_row(keys, round_index, flat.shape[1])[None]
+        if grid_bits is not None:
+            grid.check_plan(plan, grid_bits, flat.shape[1])
+            total = grid.to_float(grid.to_grid_toward_zero(flat, grid_bits) + drawn, grid_bits)
+        else:
+            total = flat + drawn
+        return jax.tree.map(lambda leaf: leaf[0], noise.like(gradient, total))
+
+    def next_momentum(keys: WorkerKeys, round_index: Array, before: PyTree, gradient: PyTree) -> PyTree:
+        return _next_momentum(round_index, momentum, before, lambda: noisy(keys, round_index, gradient))
+
+    return Worker(gradient, noise_row, next_momentum)
+
+
+def attack_alone(
+    attack: Attack, key: Array, round_index: Array, params: PyTree, worker: int, plan: PrivacyPlan
+) -> PyTree:
+    """What one malicious worker sends in a round if it sees no other's message.
+
+    Args:
+      attack: one of `attacks.ALONE`, which do not look at what the honest workers send.
+      key: of the run, as for `Federation.step`.
+      round_index: t.
+      params: for their shapes.
+      worker: which, from n - f to n - 1.
+      plan: says n and f.
+
+    Returns:
+      Its row of what `federation` has the malicious workers send; of a `ProtocolAttack` its row of the
+      gradients, before noise and momentum.
+    """
+    nobody = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), params)
+    attack_key = jax.random.fold_in(_streams(key).attack, round_index)
+    if isinstance(attack, ProtocolAttack):
+        rows = attack.gradients(attack_key, nobody, plan.num_byzantine, round_index)
+    else:
+        rows = attack(attack_key, nobody, plan.num_byzantine)
+    return jax.tree.map(lambda leaf: leaf[worker - (plan.num_workers - plan.num_byzantine)], rows)
+
+
+def server_step(
+    aggregator: Aggregator | StatefulRule,
+    optimizer: optax.GradientTransformation,
+    state: ServerState,
+    messages: Updates,
+) -> tuple[ServerState, Judged]:
+    """What the server does in a round: it judges the messages, leaves [n, ...], and takes a step."""
+    judged, memory = judge(aggregator, state.memory, messages)
+    updates, opt_state = optimizer.update(judged.aggregate, state.opt_state, state.params)
+    return ServerState(optax.apply_updates(state.params, updates), opt_state, memory), judged
+
+
+def server_init(
+    aggregator: Aggregator | StatefulRule,
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    num_workers: int,
+) -> ServerState:
+    """The server's state before the first round."""
+    memory = aggregator.init(_zeros(params, num_workers)) if isinstance(aggregator, StatefulRule) else ()
+    return ServerState(params, optimizer.init(params), memory)
+
+
+def _zeros(params: PyTree, workers: int) -> Updates:
+    return jax.tree.map(lambda leaf: jnp.zeros((workers, *leaf.shape), leaf.dtype), params)
+
+
+def _flat(updates: Updates, workers: int) -> Array:
+    """Leaves [workers, ...] as rows [workers, d]."""
+    return jnp.concatenate([leaf.reshape(workers, -1) for leaf in jax.tree.leaves(updates)], axis=1)
+
+
+def _next_momentum(
+    round_index: Array, beta: float, before: PyTree, noisy_gradient: Callable[[], PyTree]
+) -> PyTree:
+    """m_0 = 0, then m_t = beta m_{t-1} + (1 - beta) (g_t + noise)."""
+
+    def later(_: None) -> PyTree:
+        return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, before, noisy_gradient())
+
+    return lax.cond(round_index == 0, lambda _: before, later, None)
+
+
 def honest_gradients(
-    key: Array,
+    keys: Array,
     params: PyTree,
     data: Data,
     *,
@@ -271,12 +446,34 @@ def honest_gradients(
     largest_batch: int | None = None,
     augment: Callable[[Array, Array], Array] | None = None,
 ) -> clipping.Clipped:
-    """Every honest worker's clipped gradient of its own batch, with leaves [h, ...].
+    """Every honest worker's clipped gradient of its own batch, with leaves [h, ...], from its own key of [h].
 
     With a `largest_batch` batches are Poisson samples of that size at most, of `batch_size` on average.
     """
+    one = _gradient_of_batch(
+        clipped_gradient=clipped_gradient, batch_size=batch_size, largest_batch=largest_batch, augment=augment
+    )
 
     def worker(inputs: tuple[Array, Data]) -> clipping.Clipped:
+        return one(inputs, params)
+
+    h = data.labels.shape[0]
+    # On a CPU one worker after the other keeps the cores busy and its arrays in the cache.
+    if jax.default_backend() == "cpu":
+        return lax.map(worker, (keys, data))
+    return lax.map(worker, (keys, data), batch_size=min(h, _WORKERS_AT_ONCE))
+
+
+def _gradient_of_batch(
+    *,
+    clipped_gradient: Callable[..., clipping.Clipped],
+    batch_size: int,
+    largest_batch: int | None,
+    augment: Callable[[Array, Array], Array] | None,
+) -> Callable[[tuple[Array, Data], PyTree], clipping.Clipped]:
+    """((key of the batch, one worker's data), params) -> that worker's clipped gradient."""
+
+    def worker(inputs: tuple[Array, Data], params: PyTree) -> clipping.Clipped:
         worker_key, own = inputs
         batch_key, augment_key = jax.random.split(worker_key)
         capacity = own.labels.shape[0]
@@ -291,12 +488,7 @@ def honest_gradients(
             images = augment(augment_key, images)
         return clipped_gradient(params, images, own.labels[chosen], **poisson)
 
-    h = data.labels.shape[0]
-    inputs = (jax.random.split(key, h), data)
-    # On a CPU one worker after the other keeps the cores busy and its arrays in the cache.
-    if jax.default_backend() == "cpu":
-        return lax.map(worker, inputs)
-    return lax.map(worker, inputs, batch_size=min(h, _WORKERS_AT_ONCE))
+    return worker
 
 
 def _joined(first: Updates, last: Updates) -> Updates:

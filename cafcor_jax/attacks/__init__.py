@@ -57,7 +57,12 @@ BY_NAME: dict[str, Callable[..., Attack]] = {
     "bias_sleeper": bias_sleeper,
 }
 
+#: Attacks that look at nothing the honest workers send: all that malicious workers can do in a real
+#: federation, where the others' messages go to the server alone.
+ALONE = ("gaussian", "inf", "nan", "zero", "bias_fixed")
+
 __all__ = [
+    "ALONE",
     "BY_NAME",
     "LabelAttack",
     "ProtocolAttack",
