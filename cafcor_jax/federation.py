@@ -176,17 +176,21 @@ def federation(
     clipped_gradient = clipping.BY_LEVEL[plan.level](loss_fn, plan.clip_norm, examples)
     raw_gradient = clipping.user_level(loss_fn, math.inf)
 
+    def given(keys: Array) -> Array:
+        # Without the barrier the compiler takes them for constants and works for minutes on what follows.
+        return lax.optimization_barrier(keys)
+
     def batch_keys(key: Array, round_index: Array) -> Array:
         """The honest workers' keys of a round's batches, [h]."""
         if keys is not None:
-            return noise.fold_in_keys(keys.batches, round_index)
+            return noise.fold_in_keys(given(keys.batches), round_index)
         return jax.random.split(jax.random.fold_in(_streams(key).batches, round_index), h)
 
     def own_keys(key: Array) -> Array:
-        return (keys.own if keys is not None else jax.random.split(_streams(key).own, n))[:senders]
+        return (given(keys.own) if keys is not None else jax.random.split(_streams(key).own, n))[:senders]
 
     def pair_keys(key: Array) -> Array:
-        return keys.pairs if keys is not None else secrets.key_matrix(_streams(key).pairs, n)
+        return given(keys.pairs) if keys is not None else secrets.key_matrix(_streams(key).pairs, n)
 
     def noise_rows(key: Array, round_index: Array, size: int) -> Array:
         """The noise of those who keep to the protocol in one round, [senders, d]."""
@@ -297,7 +301,7 @@ def federation(
 
 
 def one_worker(
-    index: int,
+    index: Array | int,
     *,
     loss_fn: clipping.LossFn,
     plan: PrivacyPlan,
@@ -368,7 +372,7 @@ def one_worker(
 
 
 def attack_alone(
-    attack: Attack, key: Array, round_index: Array, params: PyTree, worker: int, plan: PrivacyPlan
+    attack: Attack, key: Array, round_index: Array, params: PyTree, worker: Array | int, plan: PrivacyPlan
 ) -> PyTree:
     """What one malicious worker sends in a round if it sees no other's message.
 

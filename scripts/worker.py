@@ -4,8 +4,8 @@ It answers at --socket until it is stopped; the SuperNode's --node-config names 
 be those of the server, from a flagfile of its own. docs/federation.md goes through all of it.
 
 Examples:
-  python scripts/worker.py --flagfile=configs/federation.cfg --worker=0 --state_dir=worker0 --socket=worker0/socket
-  python scripts/worker.py --flagfile=configs/federation.cfg --worker=9 --malicious --state_dir=w9 --socket=w9/socket
+  python scripts/worker.py --flagfile=configs/federation.cfg --worker=0 --state_dir=w0 --socket=w0/socket
+  python scripts/worker.py --flagfile=FILE --worker=9 --malicious --state_dir=w9 --socket=w9/socket
   python scripts/worker.py --new_identity=identity.key
 """
 

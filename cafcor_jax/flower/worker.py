@@ -160,7 +160,8 @@ class Worker:
             built = experiment.build(config)
             self._rounds = built.plan.rounds
             self._params = jax.eval_shape(built.model.init, built.key)
-            self._answer = _compiled(built, index, malicious, self._data(built, malicious, examples))
+            self._own = self._data(built, malicious, examples)
+            self._program = _compiled(built, malicious, self._own)
         except BaseException:
             self.close()
             raise
@@ -265,11 +266,13 @@ class Worker:
         if self._keys is None:
             self._keys = memory.keys(self.index, experiment.GENERATORS[self.config.generator])
         if round_index > memory.round:
-            sent = self._answer(
+            sent = self._program(
+                jnp.int32(self.index),
                 self._keys,
                 jnp.int32(round_index),
                 jax.tree.unflatten(structure, memory.momentum),
                 jax.tree.unflatten(structure, arrays),
+                self._own,
             )
             after = [np.asarray(leaf) for leaf in jax.tree.leaves(sent)]
             memory = dataclasses.replace(memory, round=round_index, request=request, momentum=after)
@@ -339,43 +342,43 @@ class Worker:
         return jax.tree.map(lambda leaf: leaf[self.index], built.data)
 
 
-def _compiled(
-    built: Experiment, index: int, malicious: bool, own: Data | None
-) -> Callable[[WorkerKeys, Array, PyTree, PyTree], PyTree]:
-    """(keys, round, momentum, params) -> what is sent, compiled for this worker."""
+def _compiled(built: Experiment, malicious: bool, own: Data | None) -> Callable[..., PyTree]:
+    """(place, keys, round, momentum, params, own data) -> what a worker sends, compiled."""
     config, plan, attack = built.config, built.plan, built.attack
     assert not isinstance(attack, attacks.adaptive.AgainstRound)  # settings.check has seen to it
-    worker = one_worker(
-        index,
-        loss_fn=built.model.loss,
-        plan=plan,
-        momentum=config.momentum,
-        batch_size=config.batch_size,
-        examples=built.model.examples,
-        grid_bits=experiment.grid_bits(config, plan),
-        augment=built.augment,
-    )
 
-    def honest(keys: WorkerKeys, round_index: Array, momentum: PyTree, params: PyTree, data: Data) -> PyTree:
-        gradient = worker.gradient(keys, round_index, params, data).gradient
+    # The place is an argument: workers on one machine then find each other's compiled code in the cache.
+    def program(
+        place: Array,
+        keys: WorkerKeys,
+        round_index: Array,
+        momentum: PyTree,
+        params: PyTree,
+        data: Data | None,
+    ) -> PyTree:
+        worker = one_worker(
+            place,
+            loss_fn=built.model.loss,
+            plan=plan,
+            momentum=config.momentum,
+            batch_size=config.batch_size,
+            examples=built.model.examples,
+            grid_bits=experiment.grid_bits(config, plan),
+            augment=built.augment,
+        )
+        if malicious:
+            gradient = attack_alone(attack, built.key, round_index, params, place, plan)
+            if not isinstance(attack, attacks.ProtocolAttack):
+                return gradient
+        else:
+            assert data is not None
+            gradient = worker.gradient(keys, round_index, params, data).gradient
         return worker.momentum(keys, round_index, momentum, gradient)
 
-    def attacker(
-        keys: WorkerKeys, round_index: Array, momentum: PyTree, params: PyTree, data: None
-    ) -> PyTree:
-        del data
-        row = attack_alone(attack, built.key, round_index, params, index, plan)
-        if isinstance(attack, attacks.ProtocolAttack):
-            return worker.momentum(keys, round_index, momentum, row)
-        return row
-
     params = jax.eval_shape(built.model.init, built.key)
-    n, impl = config.num_workers, experiment.GENERATORS[config.generator]
-    some = jax.random.key(0, impl=impl)
-    shapes = WorkerKeys(some, some, jax.random.split(some, n))
-    program = jax.jit(attacker if malicious else honest)
-    compiled = program.lower(shapes, jnp.int32(0), params, params, own).compile()
-    return lambda keys, round_index, momentum, given: compiled(keys, round_index, momentum, given, own)
+    some = jax.random.key(0, impl=experiment.GENERATORS[config.generator])
+    shapes = WorkerKeys(some, some, jax.random.split(some, config.num_workers))
+    return jax.jit(program).lower(jnp.int32(0), shapes, jnp.int32(0), params, params, own).compile()
 
 
 def _read_examples(path: str, batch_size: int, built: Experiment) -> Data:
