@@ -383,7 +383,8 @@ def _compiled(built: Experiment, malicious: bool, own: Data | None) -> Callable[
 
 def _read_examples(path: str, batch_size: int, built: Experiment) -> Data:
     shape = built.dataset.train_images.shape[1:]
-    least = max(batch_size, built.plan.samples_per_worker or 0)
+    counted = built.plan.samples_per_worker if built.plan.level == "example" else None
+    least = max(batch_size, counted or 0)
     try:
         with np.load(path, allow_pickle=False) as file:
             images, labels = file["images"], file["labels"]
