@@ -3,7 +3,7 @@
 import itertools
 
 import numpy as np
-from flwr.app import Error, Message
+from flwr.app import Message
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -48,8 +48,8 @@ def workers(config, folder, **changes):
 class FakeGrid(Grid):
     """Hands the server's messages to functions, and keeps all that comes back.
 
-    A node is a function from bytes to bytes. It may return None (no answer), a Flower Error, or a RecordDict
-    of its own making.
+    A node is a function from bytes to bytes. It may return None (no answer), or an exception that reading the
+    answer then raises.
     """
 
     def __init__(self, nodes):
@@ -135,8 +135,3 @@ def altered_arrays(function):
         return messages.encode(values, [np.asarray(function(array)) for array in arrays])
 
     return change
-
-
-def error(content, worker):
-    del content, worker
-    return Error(code=1, reason="<class 'ConnectionRefusedError'>:<'Connection refused'>")
