@@ -15,11 +15,12 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train quickstart audit figure1 notebooks test lint format install install-dev clean
+.PHONY: help train quickstart federation audit figure1 notebooks test lint format install install-flower install-dev clean
 
 help:
 	@echo "make quickstart   a small private and robust run on synthetic data, under 30 seconds"
 	@echo "make train        train CafCor under ByzLDP on MNIST (100 workers, 10 malicious)"
+	@echo "make federation   a federation over a network on this machine: 10 workers, 2 malicious, MNIST"
 	@echo "make audit        try to break the privacy claims (half a minute)"
 	@echo "make figure1      reproduce Figure 1 of the paper with 5 seeds (over an hour; goes on where it was stopped)"
 	@echo "make notebooks    execute the notebooks in full and save them with their outputs"
@@ -35,6 +36,9 @@ train: install
 
 quickstart: install
 	@$(VPYTHON) scripts/train.py --flagfile=configs/quickstart.cfg $(ARGS)
+
+federation: install-flower
+	@$(VPYTHON) scripts/federation.py --flagfile=configs/federation.cfg $(ARGS)
 
 audit: install
 	@$(VPYTHON) scripts/audit.py $(ARGS)
@@ -61,6 +65,8 @@ format: install-dev
 
 install: $(VENV)/.installed
 
+install-flower: $(VENV)/.installed-flower
+
 install-dev: $(VENV)/.installed-dev
 
 # pip comes last into a new environment, so an interrupted set-up is taken up again.
@@ -78,10 +84,15 @@ $(VENV)/.installed: $(INSTALL_INPUTS) | $(VENV)/bin/pip
 	@$(WITH_DOTS) $(PIP_INSTALL) -e .
 	@touch $@
 
+$(VENV)/.installed-flower: $(INSTALL_INPUTS) | $(VENV)/bin/pip
+	@echo "Setting up $(VENV) with Flower (about a minute, once)…"
+	@$(WITH_DOTS) $(PIP_INSTALL) -e ".[flower]"
+	@touch $@ $(VENV)/.installed
+
 $(VENV)/.installed-dev: $(INSTALL_INPUTS) | $(VENV)/bin/pip
 	@echo "Setting up $(VENV) with the development tools (about a minute, once)…"
 	@$(WITH_DOTS) $(PIP_INSTALL) -e ".[dev]"
-	@touch $@ $(VENV)/.installed
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-flower
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

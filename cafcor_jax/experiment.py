@@ -44,13 +44,14 @@ from cafcor_jax.aggregators import StatefulRule
 from cafcor_jax.config import Config, decisive
 from cafcor_jax.data import cache
 from cafcor_jax.errors import UserError
-from cafcor_jax.federation import Data, Federation, Info, State, federation, random_flip
+from cafcor_jax.federation import Data, Federation, Info, State, WorkerKeys, federation, random_flip
 from cafcor_jax.mesh_federation import Flattening, MeshFederation, mesh_federation
 from cafcor_jax.progress import Progress, Silent
 from cafcor_jax.types import Aggregator, Array, Attack, PyTree
 from cafcor_jax.workdir import Workdir, digest, read_metrics, versions
 
-_GENERATORS = {"threefry2x32": "threefry2x32", "chacha20": chacha.IMPL}
+#: Implementations of typed keys, by the names of the setting.
+GENERATORS = {"threefry2x32": "threefry2x32", "chacha20": chacha.IMPL}
 
 # Folded into the run's key for the initial parameters.
 _INIT = 0xFFFFFFFF
@@ -76,6 +77,7 @@ class Experiment:
       model: what is trained.
       aggregator: the server's rule.
       attack: what the malicious workers send.
+      optimizer: the server's step.
       augment: of training batches, if any.
       federation: the rounds.
       data: the honest workers' data, on the device or spread over the mesh.
@@ -90,6 +92,7 @@ class Experiment:
     model: models.Model
     aggregator: Aggregator | StatefulRule
     attack: Attack | attacks.adaptive.AgainstRound
+    optimizer: optax.GradientTransformation
     augment: Callable[[Array, Array], Array] | None
     federation: Federation
     data: Data
@@ -98,8 +101,12 @@ class Experiment:
 
     def init(self) -> State:
         """The state before the first round."""
-        params = jax.jit(self.model.init)(jax.random.fold_in(self.key, _INIT))
+        params = self.init_params()
         return jax.jit(self.federation.init)(params) if self.on_mesh is None else self.on_mesh.init(params)
+
+    def init_params(self) -> PyTree:
+        """The parameters before the first round."""
+        return jax.jit(self.model.init)(jax.random.fold_in(self.key, _INIT))
 
     def params(self, state: State) -> PyTree:
         """The parameters of a state, on one device; on a mesh all processes have to ask for them."""
@@ -280,12 +287,13 @@ def title(config: Config) -> str:
     return f"{config.dataset}: {workers}, aggregator {rule}, {private}"
 
 
-def build(config: Config, *, progress: Progress | None = None) -> Experiment:
+def build(config: Config, *, progress: Progress | None = None, keys: WorkerKeys | None = None) -> Experiment:
     """Builds a run: loads the data, calibrates the noise, finds the functions behind the names.
 
     Args:
       config: the settings.
       progress: is told what goes on; nobody unless given.
+      keys: what the workers of a real federation drew and agreed on, to simulate that very one.
 
     Returns:
       The run.
@@ -318,19 +326,21 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
         model = models.cnn(mean=dataset.mean, std=dataset.std, num_classes=dataset.num_classes)
         aggregator = _aggregator(config, plan)
         attack = _attack(config, aggregator, dataset.num_classes)
+        optimizer = _optimizer(config)
         augment = random_flip if dataset.flip else None
         settings: dict[str, Any] = dict(
             loss_fn=model.loss,
             plan=plan,
             aggregator=aggregator,
             attack=attack,
-            optimizer=_optimizer(config),
+            optimizer=optimizer,
             momentum=config.momentum,
             batch_size=config.batch_size,
             examples=model.examples,
             noise_mode=config.noise_mode,
             grid_bits=grid_bits(config, plan),
             augment=augment,
+            keys=keys,
         )
         on_mesh = None
         if mesh is not None:
@@ -339,7 +349,7 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
         rounds = federation(**settings) if on_mesh is None else on_mesh.federation
     arrays: tuple[Any, ...] = (federated.images, federated.labels, federated.sizes)
     workers = Data(*arrays)
-    key = jax.random.key(config.seed, impl=_GENERATORS[config.generator])
+    key = jax.random.key(config.seed, impl=GENERATORS[config.generator])
     return Experiment(
         config=config,
         dataset=dataset,
@@ -348,6 +358,7 @@ def build(config: Config, *, progress: Progress | None = None) -> Experiment:
         model=model,
         aggregator=aggregator,
         attack=attack,
+        optimizer=optimizer,
         augment=augment,
         federation=rounds,
         data=Data(*map(jnp.asarray, workers)) if on_mesh is None else on_mesh.place(workers),
@@ -587,7 +598,7 @@ def _train(experiment: Experiment, folder: Workdir, progress: Progress, programs
                 raise KeyboardInterrupt(
                     f"interrupted after round {done} of {config.rounds}; the same command resumes"
                 )
-            _check_budget(experiment.plan, spent, done + length)
+            check_budget(experiment.plan, spent, done + length)
             begin = time.monotonic()
             state, infos = chunk(key, state, workers)
             info = jax.device_get(infos)
@@ -749,7 +760,7 @@ def _attack(
     return make(**{name: value for name, value in known.items() if name in wanted})
 
 
-def _check_budget(plan: privacy.PrivacyPlan, spent: np.ndarray, round: int) -> None:
+def check_budget(plan: privacy.PrivacyPlan, spent: np.ndarray, round: int) -> None:
     """Refuses rounds that the budget does not pay for. A calibrated plan pays for all of its own."""
     if round > len(spent):
         raise UserError(

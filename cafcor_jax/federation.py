@@ -3,6 +3,9 @@
 Workers 0..h-1 are honest, h..n-1 malicious (h = n - f). All randomness of round t comes from fold_in(key, t),
 and the pairs' secrets from the key alone, so a run is a function of its key and a resumed one is the same to
 the bit.
+
+`federation` does all of it at once. `one_worker` and `server_step` are the same round in parts, for workers
+and a server that are apart.
 """
 
 from __future__ import annotations
@@ -62,6 +65,33 @@ class Info(NamedTuple):
     law_fits: Array  # whether the messages can follow that law; if not, it was not used
 
 
+class WorkerKeys(NamedTuple):
+    """The workers' own randomness, a row each; a worker that is apart has its row alone."""
+
+    batches: Array  # typed keys [h]: of the examples it draws
+    own: Array  # typed keys [n]: of its independent noise
+    pairs: Array  # typed keys [n, n], symmetric: of the noise it shares
+
+
+class ServerState(NamedTuple):
+    """What the server keeps from one round to the next."""
+
+    params: PyTree
+    opt_state: optax.OptState
+    memory: PyTree  # what a rule with a memory remembers; () for others
+
+
+class Worker(NamedTuple):
+    """What one worker does in a round, as pure functions; `keys` is its own row."""
+
+    gradient: Callable[[WorkerKeys, Array, PyTree, Data], clipping.Clipped]
+    """(keys, round, params, own data) -> the clipped gradient of its batch; `own data` has no worker axis."""
+    noise: Callable[[WorkerKeys, Array, int], Array]
+    """(keys, round, size) -> its noise, [size]; on the grid in steps."""
+    momentum: Callable[[WorkerKeys, Array, PyTree, PyTree], PyTree]
+    """(keys, round, momentum, gradient) -> the next momentum, which is what it sends."""
+
+
 class Federation(NamedTuple):
     """A federation as a pair of pure functions."""
 
@@ -108,6 +138,7 @@ def federation(
     grid_bits: int | None = None,
     augment: Callable[[Array, Array], Array] | None = None,
     layout: Layout | None = None,
+    keys: WorkerKeys | None = None,
 ) -> Federation:
     """Builds a federation.
 
@@ -125,6 +156,8 @@ def federation(
       grid_bits: put gradients and noise on the grid of step 2^-bits (`grid.py`); None for float32.
       augment: (key, images [b, ...]) -> images, on training batches.
       layout: where gradients and parameters are; None for whole ones, on one device.
+      keys: what the workers drew and agreed on for themselves; by default all of it comes from the key of the
+        run.
 
     Returns:
       The functions init and step.
@@ -144,6 +177,8 @@ def federation(
         )
     if grid_bits is not None and noise_mode == "projected":
         raise ValueError("noise_mode is 'projected', which has no grid: use 'pairwise'.")
+    if keys is not None and noise_mode == "projected":
+        raise ValueError("noise_mode is 'projected', which uses no keys of workers: use 'pairwise'.")
     if isinstance(attack, AgainstRound) and not isinstance(aggregator, StatefulRule):
         raise ValueError("An attack against the rule of a round needs a rule with a state.")
     n, f = plan.num_workers, plan.num_byzantine
@@ -153,17 +188,31 @@ def federation(
     clipped_gradient = clipping.BY_LEVEL[plan.level](loss_fn, plan.clip_norm, examples)
     raw_gradient = clipping.user_level(loss_fn, math.inf)
 
+    def given(keys: Array) -> Array:
+        # Without the barrier the compiler takes them for constants and works for minutes on what follows.
+        return lax.optimization_barrier(keys)
+
+    def batch_keys(key: Array, round_index: Array) -> Array:
+        """The honest workers' keys of a round's batches, [h]."""
+        if keys is not None:
+            return noise.fold_in_keys(given(keys.batches), round_index)
+        return jax.random.split(jax.random.fold_in(_streams(key).batches, round_index), h)
+
+    def own_keys(key: Array) -> Array:
+        return (given(keys.own) if keys is not None else jax.random.split(_streams(key).own, n))[:senders]
+
+    def pair_keys(key: Array) -> Array:
+        return given(keys.pairs) if keys is not None else secrets.key_matrix(_streams(key).pairs, n)
+
     def noise_rows(key: Array, round_index: Array, size: int) -> Array:
         """The noise of those who keep to the protocol in one round, [senders, d]."""
         streams = _streams(key)
         first = spread.first_column(size)
         rows = jnp.zeros((senders, size))
         if plan.sigma_ind > 0:
-            own_keys = jax.random.split(streams.own, n)[:senders]
-            rows = rows + noise.independent(own_keys, round_index, size, plan.sigma_ind, first=first)
+            rows = rows + noise.independent(own_keys(key), round_index, size, plan.sigma_ind, first=first)
         if plan.sigma_cor > 0 and noise_mode == "pairwise":
-            pair_keys = secrets.key_matrix(streams.pairs, n)
-            drawn = noise.pairwise(pair_keys, round_index, size, plan.sigma_cor, plan.graph, first=first)
+            drawn = noise.pairwise(pair_keys(key), round_index, size, plan.sigma_cor, plan.graph, first=first)
             rows = rows + drawn[:senders]
         if plan.sigma_cor > 0 and noise_mode == "projected":
             drawn = noise.projected(
@@ -174,36 +223,34 @@ def federation(
 
     def on_grid(key: Array, round_index: Array, gradients: Updates, bits: int) -> Updates:
         """Gradients and noise as whole multiples of 2^-bits, summed as integers."""
-        streams = _streams(key)
-        flat = jnp.concatenate([leaf.reshape(senders, -1) for leaf in jax.tree.leaves(gradients)], axis=1)
+        flat = _flat(gradients, senders)
         size = flat.shape[1]
         first = spread.first_column(size)
         grid.check_plan(plan, bits, spread.num_coordinates(size))
         total = grid.to_grid_toward_zero(flat, bits)
-        own_keys = jax.random.split(streams.own, n)[:senders]
-        total = total + grid.independent(own_keys, round_index, size, plan.sigma_ind, bits, first=first)
+        total = total + grid.independent(own_keys(key), round_index, size, plan.sigma_ind, bits, first=first)
         if plan.sigma_cor > 0:
-            pair_keys = secrets.key_matrix(streams.pairs, n)
-            rows = grid.pairwise(pair_keys, round_index, size, plan.sigma_cor, bits, plan.graph, first=first)
+            rows = grid.pairwise(
+                pair_keys(key), round_index, size, plan.sigma_cor, bits, plan.graph, first=first
+            )
             total = total + rows[:senders]
         one = jax.tree.map(lambda leaf: leaf[0], gradients)
         return noise.like(one, grid.to_float(spread.without_padding(total), bits))
 
+    def noisy_gradients(key: Array, state: State, gradients: Updates) -> Updates:
+        if grid_bits is not None:
+            return on_grid(key, state.round, gradients, grid_bits)
+        if not (plan.sigma_ind > 0 or plan.sigma_cor > 0):
+            return gradients
+        one = jax.tree.map(lambda leaf: leaf[0], gradients)
+        size = sum(leaf.size for leaf in jax.tree.leaves(one))
+        noises = noise.like(one, noise_rows(key, state.round, size))
+        return jax.tree.map(jnp.add, gradients, noises)
+
     def next_momentum(key: Array, state: State, gradients: Updates) -> Updates:
-        """m_0 = 0, then m_t = beta m_{t-1} + (1 - beta) (g_t + noise)."""
-
-        def later(_: None) -> Updates:
-            noisy = gradients
-            if grid_bits is not None:
-                noisy = on_grid(key, state.round, gradients, grid_bits)
-            elif plan.sigma_ind > 0 or plan.sigma_cor > 0:
-                one = jax.tree.map(lambda leaf: leaf[0], gradients)
-                size = sum(leaf.size for leaf in jax.tree.leaves(one))
-                noises = noise.like(one, noise_rows(key, state.round, size))
-                noisy = jax.tree.map(jnp.add, gradients, noises)
-            return jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state.momentum, noisy)
-
-        return lax.cond(state.round == 0, lambda _: state.momentum, later, None)
+        return _next_momentum(
+            state.round, momentum, state.momentum, lambda: noisy_gradients(key, state, gradients)
+        )
 
     def pushed_messages(key: Array, state: State, gradients: Updates, push: Push) -> Updates:
         """What all workers send, leaves [n, ...], where malicious ones do as they should but for a push."""
@@ -224,7 +271,7 @@ def federation(
         if isinstance(attack, LabelAttack):
             seen = layout.gradients(
                 # The very batches of the honest workers, unless those are Poisson samples.
-                jax.random.fold_in(streams.batches, state.round),
+                batch_keys(key, state.round),
                 state.params,
                 data._replace(labels=attack.poison(data.labels)),
                 clipped_gradient=raw_gradient,
@@ -239,11 +286,8 @@ def federation(
         return attack.make(rule)(attack_key, seen, f)
 
     def init(params: PyTree) -> State:
-        def zeros(workers: int) -> Updates:
-            return jax.tree.map(lambda leaf: jnp.zeros((workers, *leaf.shape), leaf.dtype), params)
-
-        server = aggregator.init(zeros(n)) if isinstance(aggregator, StatefulRule) else ()
-        return State(params, zeros(senders), optimizer.init(params), server, jnp.int32(0))
+        server = server_init(aggregator, optimizer, params, n)
+        return State(params, _zeros(params, senders), server.opt_state, server.memory, jnp.int32(0))
 
     def step(key: Array, state: State, data: Data) -> tuple[State, Info]:
         if plan.level == "example" and data.labels.shape[1] < (plan.samples_per_worker or 0):
@@ -253,7 +297,7 @@ def federation(
             )
         streams = _streams(key)
         clipped = layout.gradients(
-            jax.random.fold_in(streams.batches, state.round),
+            batch_keys(key, state.round),
             state.params,
             data,
             clipped_gradient=clipped_gradient,
@@ -271,11 +315,9 @@ def federation(
         messages = sent
         if f and senders < n:
             messages = _joined(sent, malicious_messages(key, state, data, honest))
-        judged, server = judge(aggregator, state.server, messages)
+        before = ServerState(state.params, state.opt_state, state.server)
+        after, judged = server_step(aggregator, optimizer, before, messages, like_params=layout.like_params)
         aggregate, weights = judged.aggregate, judged.weights
-        for_params = layout.like_params(aggregate)
-        updates, opt_state = optimizer.update(for_params, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
         info = Info(
             loss=clipped.loss.mean(),
             gradient_norm=clipped.norm.mean(),
@@ -287,38 +329,155 @@ def federation(
             flagged=judged.flagged,
             law_fits=judged.law_fits,
         )
-        return State(params, sent, opt_state, server, state.round + 1), info
+        return State(after.params, sent, after.opt_state, after.memory, state.round + 1), info
 
     return Federation(init, step)
 
 
-def honest_gradients(
-    key: Array,
-    params: PyTree,
-    data: Data,
+def one_worker(
+    index: Array | int,
     *,
-    clipped_gradient: Callable[..., clipping.Clipped],
+    loss_fn: clipping.LossFn,
+    plan: PrivacyPlan,
+    momentum: float,
     batch_size: int,
-    largest_batch: int | None = None,
+    examples: clipping.ExamplesFn | None = None,
+    grid_bits: int | None = None,
     augment: Callable[[Array, Array], Array] | None = None,
-) -> clipping.Clipped:
-    """Every honest worker's clipped gradient of its own batch, with leaves [h, ...].
+) -> Worker:
+    """Builds what one worker of a federation does, apart from the others.
 
-    With a `largest_batch` batches are Poisson samples of that size at most, of `batch_size` on average.
+    With the same keys it sends what the `federation` of the same arguments has that worker send: the noise is
+    the same to the bit, the gradient up to rounding.
+
+    Args:
+      index: its place among the n workers.
+      loss_fn: as in `federation`, and so are the other arguments.
+      plan: see there.
+      momentum: see there.
+      batch_size: see there.
+      examples: see there.
+      grid_bits: see there.
+      augment: see there.
+
+    Returns:
+      The functions.
     """
-    return gradients_of(
-        jax.random.split(key, data.labels.shape[0]),
-        params,
-        data,
-        clipped_gradient=clipped_gradient,
+    draw_gradient = _gradient_of_batch(
+        clipped_gradient=clipping.BY_LEVEL[plan.level](loss_fn, plan.clip_norm, examples),
         batch_size=batch_size,
-        largest_batch=largest_batch,
+        largest_batch=plan.largest_batch if plan.sampling == "poisson" else None,
         augment=augment,
     )
 
+    def gradient(keys: WorkerKeys, round_index: Array, params: PyTree, data: Data) -> clipping.Clipped:
+        return draw_gradient((noise.fold_in_keys(keys.batches, round_index), data), params)
 
-def gradients_of(
-    worker_keys: Array,
+    def noise_row(keys: WorkerKeys, round_index: Array, size: int) -> Array:
+        if grid_bits is not None:
+            row = grid.independent(keys.own[None], round_index, size, plan.sigma_ind, grid_bits)[0]
+            if plan.sigma_cor > 0:
+                row = row + grid.pairwise_row(
+                    keys.pairs, index, round_index, size, plan.sigma_cor, grid_bits, plan.graph
+                )
+            return row
+        row = jnp.zeros(size)
+        if plan.sigma_ind > 0:
+            row = row + noise.independent(keys.own[None], round_index, size, plan.sigma_ind)[0]
+        if plan.sigma_cor > 0:
+            row = row + noise.pairwise_row(keys.pairs, index, round_index, size, plan.sigma_cor, plan.graph)
+        return row
+
+    def noisy(keys: WorkerKeys, round_index: Array, gradient: PyTree) -> PyTree:
+        rows = jax.tree.map(lambda leaf: leaf[None], gradient)
+        flat = _flat(rows, 1)
+        drawn = noise_row(keys, round_index, flat.shape[1])[None]
+        if grid_bits is not None:
+            grid.check_plan(plan, grid_bits, flat.shape[1])
+            total = grid.to_float(grid.to_grid_toward_zero(flat, grid_bits) + drawn, grid_bits)
+        else:
+            total = flat + drawn
+        return jax.tree.map(lambda leaf: leaf[0], noise.like(gradient, total))
+
+    def next_momentum(keys: WorkerKeys, round_index: Array, before: PyTree, gradient: PyTree) -> PyTree:
+        return _next_momentum(round_index, momentum, before, lambda: noisy(keys, round_index, gradient))
+
+    return Worker(gradient, noise_row, next_momentum)
+
+
+def attack_alone(
+    attack: Attack, key: Array, round_index: Array, params: PyTree, worker: Array | int, plan: PrivacyPlan
+) -> PyTree:
+    """What one malicious worker sends in a round if it sees no other's message.
+
+    Args:
+      attack: one of `attacks.ALONE`, which do not look at what the honest workers send.
+      key: of the run, as for `Federation.step`.
+      round_index: t.
+      params: for their shapes.
+      worker: which, from n - f to n - 1.
+      plan: says n and f.
+
+    Returns:
+      Its row of what `federation` has the malicious workers send; of a `ProtocolAttack` its row of the
+      gradients, before noise and momentum.
+    """
+    nobody = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), params)
+    attack_key = jax.random.fold_in(_streams(key).attack, round_index)
+    if isinstance(attack, ProtocolAttack):
+        rows = attack(attack_key, nobody, plan.num_byzantine, round_index)
+    else:
+        rows = attack(attack_key, nobody, plan.num_byzantine)
+    return jax.tree.map(lambda leaf: leaf[worker - (plan.num_workers - plan.num_byzantine)], rows)
+
+
+def server_step(
+    aggregator: Aggregator | StatefulRule,
+    optimizer: optax.GradientTransformation,
+    state: ServerState,
+    messages: Updates,
+    *,
+    like_params: Callable[[Aggregate], Aggregate] = lambda aggregate: aggregate,
+) -> tuple[ServerState, Judged]:
+    """What the server does in a round: it judges the messages, leaves [n, ...], and takes a step."""
+    judged, memory = judge(aggregator, state.memory, messages)
+    updates, opt_state = optimizer.update(like_params(judged.aggregate), state.opt_state, state.params)
+    return ServerState(optax.apply_updates(state.params, updates), opt_state, memory), judged
+
+
+def server_init(
+    aggregator: Aggregator | StatefulRule,
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    num_workers: int,
+) -> ServerState:
+    """The server's state before the first round."""
+    memory = aggregator.init(_zeros(params, num_workers)) if isinstance(aggregator, StatefulRule) else ()
+    return ServerState(params, optimizer.init(params), memory)
+
+
+def _zeros(params: PyTree, workers: int) -> Updates:
+    return jax.tree.map(lambda leaf: jnp.zeros((workers, *leaf.shape), leaf.dtype), params)
+
+
+def _flat(updates: Updates, workers: int) -> Array:
+    """Leaves [workers, ...] as rows [workers, d]."""
+    return jnp.concatenate([leaf.reshape(workers, -1) for leaf in jax.tree.leaves(updates)], axis=1)
+
+
+def _next_momentum(
+    round_index: Array, beta: float, before: PyTree, noisy_gradient: Callable[[], PyTree]
+) -> PyTree:
+    """m_0 = 0, then m_t = beta m_{t-1} + (1 - beta) (g_t + noise)."""
+
+    def later(_: None) -> PyTree:
+        return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, before, noisy_gradient())
+
+    return lax.cond(round_index == 0, lambda _: before, later, None)
+
+
+def honest_gradients(
+    keys: Array,
     params: PyTree,
     data: Data,
     *,
@@ -327,9 +486,34 @@ def gradients_of(
     largest_batch: int | None = None,
     augment: Callable[[Array, Array], Array] | None = None,
 ) -> clipping.Clipped:
-    """`honest_gradients` of the workers whose keys and data are given, [rows]."""
+    """Every honest worker's clipped gradient of its own batch, with leaves [h, ...], from its own key of [h].
+
+    With a `largest_batch` batches are Poisson samples of that size at most, of `batch_size` on average.
+    """
+    one = _gradient_of_batch(
+        clipped_gradient=clipped_gradient, batch_size=batch_size, largest_batch=largest_batch, augment=augment
+    )
 
     def worker(inputs: tuple[Array, Data]) -> clipping.Clipped:
+        return one(inputs, params)
+
+    h = data.labels.shape[0]
+    # On a CPU one worker after the other keeps the cores busy and its arrays in the cache.
+    if jax.default_backend() == "cpu":
+        return lax.map(worker, (keys, data))
+    return lax.map(worker, (keys, data), batch_size=min(h, _WORKERS_AT_ONCE))
+
+
+def _gradient_of_batch(
+    *,
+    clipped_gradient: Callable[..., clipping.Clipped],
+    batch_size: int,
+    largest_batch: int | None,
+    augment: Callable[[Array, Array], Array] | None,
+) -> Callable[[tuple[Array, Data], PyTree], clipping.Clipped]:
+    """((key of the batch, one worker's data), params) -> that worker's clipped gradient."""
+
+    def worker(inputs: tuple[Array, Data], params: PyTree) -> clipping.Clipped:
         worker_key, own = inputs
         batch_key, augment_key = jax.random.split(worker_key)
         capacity = own.labels.shape[0]
@@ -344,11 +528,7 @@ def gradients_of(
             images = augment(augment_key, images)
         return clipped_gradient(params, images, own.labels[chosen], **poisson)
 
-    inputs = (worker_keys, data)
-    # On a CPU one worker after the other keeps the cores busy and its arrays in the cache.
-    if jax.default_backend() == "cpu":
-        return lax.map(worker, inputs)
-    return lax.map(worker, inputs, batch_size=min(worker_keys.shape[0], _WORKERS_AT_ONCE))
+    return worker
 
 
 def _joined(first: Updates, last: Updates) -> Updates:

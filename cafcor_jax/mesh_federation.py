@@ -34,7 +34,7 @@ from cafcor_jax.aggregators import StatefulRule
 from cafcor_jax.attacks.adaptive import AgainstRound
 from cafcor_jax.attacks.hidden import ProtocolAttack
 from cafcor_jax.clipping import Clipped
-from cafcor_jax.federation import Data, Federation, Info, Layout, State, federation, gradients_of
+from cafcor_jax.federation import Data, Federation, Info, Layout, State, federation, honest_gradients
 from cafcor_jax.privacy import PrivacyPlan
 from cafcor_jax.sharding import ALL, PARAMETERS, WORKERS, exchange
 from cafcor_jax.spread import on_one_device, spread_over
@@ -222,8 +222,10 @@ class MeshFederation:
         if isinstance(attack, AgainstRound) or not num_byzantine:
             return
 
-        def message(key: Array, honest: Updates) -> Updates:
+        def message(key: Array, honest: Updates) -> Any:
             with spread_over(ALL, self.flattening.coordinates):
+                if isinstance(attack, ProtocolAttack):
+                    return attack.push(key, honest, num_byzantine, jnp.int32(1))
                 return attack(key, honest, num_byzantine)
 
         spread = jax.shard_map(
@@ -323,14 +325,14 @@ def _specs(shapes: State, padded: int) -> State:
     return jax.tree.map(spec, shapes)
 
 
-def _gradients(flattening: Flattening, h: int, key: Array, params: Array, data: Data, **how: Any) -> Clipped:
+def _gradients(flattening: Flattening, h: int, keys: Array, params: Array, data: Data, **how: Any) -> Clipped:
     """This device's columns of all honest workers' gradients, [h, columns], inside `jax.shard_map`."""
     rows = data.labels.shape[0]
     # The last devices may have workers that are only there to fill up.
     own = jnp.minimum(lax.axis_index(ALL) * rows + jnp.arange(rows), h - 1)
     with on_one_device():
         whole = flattening.tree(lax.all_gather(params, PARAMETERS, tiled=True))
-        clipped = gradients_of(jax.random.split(key, h)[own], whole, data, **how)
+        clipped = honest_gradients(keys[own], whole, data, **how)
     columns = exchange(flattening.flat(clipped.gradient, axes=1), ALL)[:h]
 
     def of_all(values: Array) -> Array:

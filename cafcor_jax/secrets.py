@@ -173,7 +173,7 @@ def agreed_key_matrix(
       agreements.
     """
     published = [public_key(private) for private in private_keys]
-    _check_public_keys(published)
+    check_public_keys(published)
     rows = [_row(private, published, i, session, impl) for i, private in enumerate(private_keys)]
     return jax.random.wrap_key_data(jnp.asarray(np.stack(rows)), impl=impl)
 
@@ -182,7 +182,7 @@ def _row(
     private: bytes, public_keys: Sequence[bytes], worker: int, session: bytes, impl: str | Hashable
 ) -> np.ndarray:
     """The key data of a worker's row, uint32 [n, words]."""
-    _check_public_keys(public_keys)
+    check_public_keys(public_keys)
     n = len(public_keys)
     if isinstance(worker, bool) or not isinstance(worker, (int, np.integer)) or not 0 <= worker < n:
         raise UserError(
@@ -230,7 +230,8 @@ def _check_key(key: bytes, what: str) -> None:
         raise UserError(f"{what} has {len(key)} bytes; it must have {KEY_BYTES}.")
 
 
-def _check_public_keys(public_keys: Sequence[bytes]) -> None:
+def check_public_keys(public_keys: Sequence[bytes]) -> None:
+    """Raises a UserError unless these are the keys of at least two workers, all different."""
     if len(public_keys) < 2:
         raise UserError(f"There are {len(public_keys)} public keys; a pair takes at least 2.")
     places: dict[int, int] = {}

@@ -53,7 +53,7 @@ def main(cfg: config.Config) -> None:
 
     def gradients(params, workers):
         return honest_gradients(
-            key,
+            jax.random.split(key, cfg.num_honest),
             params,
             workers,
             clipped_gradient=clipped_gradient,

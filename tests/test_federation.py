@@ -297,7 +297,7 @@ def test_poisson_batches_are_divided_by_their_expected_size(params, data):
     clipped_gradient = clipping.example_level(loss_fn, private.clip_norm)
     draw = jax.jit(
         lambda key: federation.honest_gradients(
-            key, params, data, clipped_gradient=clipped_gradient, batch_size=3,
+            jax.random.split(key, H), params, data, clipped_gradient=clipped_gradient, batch_size=3,
             largest_batch=private.largest_batch,
         ).gradient
     )  # fmt: skip

@@ -64,8 +64,12 @@ BY_NAME: dict[str, Callable[..., Attack]] = {
 SEARCHED = frozenset(
     {"bias", "bias_fixed", "bias_sacrifice", "bias_top", "bias_spread", "bias_drift", "bias_sleeper"}
 )
+#: Attacks that look at nothing the honest workers send: all that malicious workers can do in a real
+#: federation, where the others' messages go to the server alone.
+ALONE = ("gaussian", "inf", "nan", "zero", "bias_fixed")
 
 __all__ = [
+    "ALONE",
     "BY_NAME",
     "LabelAttack",
     "ProtocolAttack",

@@ -58,7 +58,9 @@ class ProtocolAttack:
         if self.factor is not None:
             _check_factor(self.factor, least=0)
 
-    def __call__(self, key: Array, honest: Updates, num_byzantine: int, round_index: int = 1) -> Updates:
+    def __call__(
+        self, key: Array, honest: Updates, num_byzantine: int, round_index: Array | int = 1
+    ) -> Updates:
         """Maps honest gradients, leaves [h, ...], to malicious ones, leaves [f, ...]."""
         if self.factor is None:
             raise ValueError("factor is None, to be searched against a rule: only a federation has one.")

@@ -1,0 +1,298 @@
+"""A whole federation on this machine: a SuperLink, workers with their SuperNodes, and a run over them.
+
+All of it is on 127.0.0.1, on free ports, in processes that end with this one. In the end the result stands
+beside that of a simulation with the very keys that the workers agreed on, which on one machine can be read.
+The same command again goes on with a run that was stopped.
+
+Examples:
+  python scripts/federation.py --flagfile=configs/federation.cfg
+  python scripts/federation.py --flagfile=configs/federation.cfg --seed=2 --nocompare
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import flags
+
+import cafcor_jax
+from cafcor_jax import cli, config, experiment, progress
+from cafcor_jax.errors import UserError
+from cafcor_jax.flower import settings
+from cafcor_jax.flower.worker import read_memory, simulation_keys
+
+_COMPARE = flags.DEFINE_boolean("compare", True, "Simulate the run with the same keys, and compare.")
+_ROUND_TIMEOUT = flags.DEFINE_float("round_timeout", 120.0, "Seconds to wait for the answers to a round.")
+_SETUP_TIMEOUT = flags.DEFINE_float("setup_timeout", 240.0, "Seconds to wait for workers in the set-up.")
+
+_ROOT = Path(cafcor_jax.__file__).resolve().parent
+_ROUND = re.compile(r"round (\d+)/\d+  accuracy ([\d.]+)%  test loss ([\d.]+|nan|inf)")
+
+
+class Children:
+    """The processes that belong to this one: each in a session of its own, with a log, ended by its id."""
+
+    def __init__(self, logs: Path):
+        self._logs = logs
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        # Few threads each: there are more processes than cores. What Flower keeps goes beside the logs.
+        self._environment = os.environ | {
+            "FLWR_HOME": str(logs / "flwr"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3",
+            "OMP_NUM_THREADS": "1",
+            "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        }
+
+    def start(self, name: str, command: Sequence[str], *, pipe: bool = False) -> subprocess.Popen[bytes]:
+        with open(self._logs / f"{name}.log", "ab") as log:
+            self._running[name] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if pipe else log,
+                stderr=subprocess.STDOUT if pipe else log,
+                env=self._environment,
+                start_new_session=True,
+            )
+        return self._running[name]
+
+    def check(self) -> None:
+        """Raises a UserError if one has ended by itself."""
+        for name, process in self._running.items():
+            if process.poll() is not None and name != "run":
+                log = self._logs / f"{name}.log"
+                raise UserError(f"The process {name} has ended: {_last_error(log)} ({log} has all of it).")
+
+    def stop(self) -> None:
+        """Ends all: the workers' side first, then the SuperLink."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in reversed(self._running.values()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+            end = time.monotonic() + 10
+            for process in self._running.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.1, end - time.monotonic()))
+
+
+def main(cfg: config.Config) -> None:
+    show = progress.automatic()
+    settings.check(cfg)
+    experiment.cache_compilations(cfg)
+    built = experiment.build(cfg, progress=show)  # fetches the data once, and says what is wrong at once
+    show.log(built.describe())
+    place = Path(cfg.workdir)
+    logs = place.with_name(place.name + "_processes")
+    logs.mkdir(parents=True, exist_ok=True)
+    if not (place / "summary.json").exists():
+        _run(cfg, logs, show)
+    summary = json.loads((place / "summary.json").read_text())
+    show.log(
+        f"test accuracy  {summary['final_accuracy']:.2%} after {summary['rounds']} rounds over the network"
+    )
+    if _COMPARE.value:
+        _compare(cfg, built, logs, summary, show)
+    show.log(f"privacy        {summary['privacy_of_absences']}")
+    show.log("faults         " + ("; ".join(summary["absences"]) or "none"))
+    show.log(f"time           {summary['seconds']:.1f} s for {summary['rounds']} rounds")
+    show.log(f"files          {cfg.workdir}; {logs} has the logs, and the workers' secrets in workers/")
+
+
+def _run(cfg: config.Config, logs: Path, show: progress.Progress) -> None:
+    flagfile = logs / "settings.cfg"
+    flagfile.write_text(settings.as_flagfile(cfg))
+    with _children(logs) as (children, sockets):
+        ports = _free_ports(cfg.num_workers + 1)
+        with show.phase(f"starting a SuperLink and {cfg.num_workers} workers with their SuperNodes"):
+            children.start(
+                "superlink",
+                [
+                    "flower-superlink",
+                    "--insecure",
+                    "--port",
+                    str(ports[0]),
+                    "--disable-runtime-dependency-installation",
+                ],
+            )
+            # One honest and one malicious worker first: the others find their compiled code in the cache.
+            first = {0, cfg.num_workers - 1}
+            for group in (first, set(range(cfg.num_workers)) - first):
+                for worker in sorted(group):
+                    _start_worker(children, cfg, worker, logs, flagfile, sockets)
+                ready = [sockets / str(worker) for worker in group]
+                _wait(lambda ready=ready: all(map(Path.exists, ready)), children, "the workers to be ready")
+            _wait(lambda: _listens(ports[0]), children, "the SuperLink to listen")
+            for worker, port in enumerate(ports[1:]):
+                node = f'worker-socket="{sockets / str(worker)}"'
+                address = ["--superlink", f"127.0.0.1:{ports[0]}", "--port", str(port)]
+                children.start(
+                    f"supernode{worker}", ["flower-supernode", "--insecure", *address, "--node-config", node]
+                )
+        (logs / "flwr").mkdir(exist_ok=True)
+        (logs / "flwr" / "config.toml").write_text(
+            f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{ports[0]}"\n'
+            "insecure = true\n"
+        )
+        run = children.start(
+            "run",
+            [
+                "flwr", "run", str(_ROOT / "flower" / "app"), "here", "--stream", "--run-config",
+                f'flagfile="{flagfile.resolve()}" setup-timeout={_SETUP_TIMEOUT.value} '
+                f"round-timeout={_ROUND_TIMEOUT.value}",
+            ],
+            pipe=True,
+        )  # fmt: skip
+        problem = _follow(run, cfg, logs, show)
+        if not (Path(cfg.workdir) / "summary.json").exists():
+            raise UserError(
+                problem or f"The run ended without a result: {logs / 'run.log'} has what it said."
+            )
+
+
+def _start_worker(
+    children: Children, cfg: config.Config, worker: int, logs: Path, flagfile: Path, sockets: Path
+) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("worker.py")), f"--flagfile={flagfile}"]
+    command += [f"--worker={worker}", f"--socket={sockets / str(worker)}"]
+    command += [f"--state_dir={logs / 'workers' / str(worker)}"]
+    if worker >= cfg.num_honest:
+        command.append("--malicious")
+    children.start(f"worker{worker}", command)
+
+
+def _follow(run: subprocess.Popen[bytes], cfg: config.Config, logs: Path, show: progress.Progress) -> str:
+    """Shows what the server says until its run ends; returns the sentence with which it failed, if it did."""
+    problem, spent = "", progress_epsilons(cfg)
+    assert run.stdout is not None
+    with open(logs / "run.log", "a") as log, show.training(0, cfg.rounds):
+        for raw in run.stdout:
+            line = re.sub(r"\x1b\[[0-9;]*m", "", raw.decode(errors="replace")).rstrip()
+            log.write(line + "\n")
+            log.flush()
+            told = _ROUND.search(line)
+            if told:
+                show.update(
+                    int(told[1]),
+                    loss=float(told[3]),
+                    accuracy=float(told[2]) / 100,
+                    epsilon=spent[int(told[1]) - 1],
+                )
+            elif "error: " in line and not problem:
+                problem = line.partition("error: ")[2]
+            elif re.match(
+                r"(round \d+: worker|SuperNode \d+ is not|worker \d+ is back|set-up: |resuming )", line
+            ):
+                show.log(line)
+            # The stream ends with the run only if the connection does; the summary is there before.
+            if (Path(cfg.workdir) / "summary.json").exists():
+                break
+    return problem
+
+
+def progress_epsilons(cfg: config.Config) -> Sequence[float]:
+    """What is spent after each round; infinite without privacy."""
+    from cafcor_jax import privacy
+
+    return [float(value) for value in privacy.epsilon_schedule(experiment.build(cfg).plan)]
+
+
+def _compare(
+    cfg: config.Config, built: experiment.Experiment, logs: Path, summary: dict, show: progress.Progress
+) -> None:
+    """Simulates the run with the keys that the workers agreed on."""
+    with show.phase("simulating the same run"):
+        memories = [read_memory(logs / "workers" / str(worker)) for worker in range(cfg.num_workers)]
+        keys = simulation_keys(memories, cfg.num_honest, cfg.generator)
+        same = experiment.build(cfg, keys=keys)
+        state, step = same.init(), jax.jit(same.federation.step)
+        for _ in range(cfg.rounds):
+            state, _info = step(same.key, state, same.data)
+        tests = same.dataset.test_images, same.dataset.test_labels
+        _, accuracy = jax.jit(same.model.evaluate)(state.params, *tests)
+    show.log(f"simulated      {float(accuracy):.2%} with the same settings and the same keys")
+    if summary["faults"]:
+        show.log("               (the simulation has none of the faults below)")
+    ours = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(state.params)])
+    theirs = _final_params(cfg, same)
+    moved = np.linalg.norm(
+        ours - np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(built.init_params())])
+    )
+    show.log(
+        f"difference     {np.linalg.norm(ours - theirs) / moved:.1e} of the way that the parameters went"
+    )
+
+
+def _final_params(cfg: config.Config, built: experiment.Experiment) -> np.ndarray:
+    from cafcor_jax.federation import server_init
+    from cafcor_jax.workdir import Workdir
+
+    with Workdir(cfg.workdir, cfg) as folder:
+        like = server_init(built.aggregator, built.optimizer, built.init_params(), cfg.num_workers)
+        params = folder.restore(max(folder.rounds()), like).params
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
+
+
+@contextlib.contextmanager
+def _children(logs: Path) -> Iterator[tuple[Children, Path]]:
+    """Children that end when the block does, and a folder for their sockets, whose names must be short."""
+    sockets = Path(tempfile.mkdtemp(prefix="cafcor"))
+    children = Children(logs)
+    # A terminal that is closed, or a kill, must not leave twenty processes behind.
+    before = {
+        number: signal.signal(number, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        for number in (signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield children, sockets
+    finally:
+        children.stop()
+        shutil.rmtree(sockets, ignore_errors=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _wait(condition, children: Children, what: str) -> None:
+    end = time.monotonic() + _SETUP_TIMEOUT.value
+    while not condition():
+        children.check()
+        if time.monotonic() > end:
+            raise UserError(
+                f"{_SETUP_TIMEOUT.value:g} s were not enough for {what}: give a larger --setup_timeout."
+            )
+        time.sleep(0.2)
+
+
+def _last_error(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line.partition("error: ")[2].rstrip(".") for line in lines if "error: " in line]
+    return (errors or lines or ["it said nothing"])[-1][:300]
+
+
+if __name__ == "__main__":
+    cli.run(main, doc=__doc__)
