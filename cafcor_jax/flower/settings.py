@@ -31,8 +31,8 @@ def check(config: Config) -> None:
         )
     if config.attack in attacks.SEARCHED and config.attack_factor is None:
         raise UserError(
-            f"attack={config.attack!r} has no attack_factor, and over a network a malicious worker cannot search "
-            "it against the server's rule: give a number, for example attack_factor=100."
+            f"attack={config.attack!r} has no attack_factor, and over a network a malicious worker cannot "
+            "search it against the server's rule: give a number, for example attack_factor=100."
         )
 
 

@@ -20,7 +20,7 @@ def make(workdir, **changes):
         num_workers=5,
         num_byzantine=1,
         attack="bias_fixed",
-        attack_factor=100.0,
+        attack_factor=None if "attack" in changes else 100.0,
         epsilon=500.0,
         rounds=4,
         batch_size=8,

@@ -465,6 +465,7 @@ def test_swapped_keys_are_found_by_signatures(tmp_path):
     [
         ({"noise_mode": "projected"}, "noise_mode='projected' is for simulation"),
         ({"attack": "alie"}, "attack='alie' looks at what honest workers send"),
+        ({"attack_factor": None}, "attack='bias_fixed' has no attack_factor"),
         ({"num_workers": 1, "num_byzantine": 0, "attack": "none"}, "num_workers=1 is too few"),
     ],
 )
