@@ -30,7 +30,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from cafcor_jax.aggregators import StatefulRule
+from cafcor_jax.aggregators import CoordinatewiseRule, StatefulRule
 from cafcor_jax.attacks.adaptive import AgainstRound
 from cafcor_jax.attacks.hidden import ProtocolAttack
 from cafcor_jax.clipping import Clipped
@@ -217,10 +217,16 @@ class MeshFederation:
         whole = NamedSharding(self.mesh, P())
         return jax.jit(rounds, donate_argnums=1, out_shardings=(self.shardings, whole))
 
-    def check(self, attack: Any, num_honest: int, num_byzantine: int) -> None:
+    def check(self, attack: Any, aggregator: Any, num_honest: int, num_byzantine: int) -> None:
         """Raises a ValueError if an attack does not run on a mesh; it is traced for a few columns."""
         if isinstance(attack, AgainstRound) or not num_byzantine:
             return
+        searched = isinstance(attack, ProtocolAttack) and attack.factor is None
+        if searched and isinstance(aggregator, CoordinatewiseRule):
+            raise ValueError(
+                "On a mesh the strength of an attack is not searched against a coordinate-wise rule: give an "
+                "attack_factor, or mesh_workers=1 and mesh_parameters=1."
+            )
 
         def message(key: Array, honest: Updates) -> Any:
             with spread_over(ALL, self.flattening.coordinates):
@@ -310,7 +316,7 @@ def mesh_federation(
     )
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     result = MeshFederation(mesh, Federation(init, step), flattening, shardings)
-    result.check(attack, h, plan.num_byzantine)
+    result.check(attack, aggregator, h, plan.num_byzantine)
     return result
 
 

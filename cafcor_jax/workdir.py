@@ -492,13 +492,26 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"{path} cannot be written: {error.strerror or _line(error)}.") from None
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file such that readers see the old one or the whole new one, in a folder that many may use."""
+def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Writes a file such that readers see the old one or the whole new one, in a folder that many may use.
+
+    If it is to be durable, that also holds after the machine has lost its power.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
+        with open(temporary, "wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
+        if durable and hasattr(os, "O_DIRECTORY"):
+            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
 
 def _read_json(path: Path, way_out: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import numpy as np
 from absl import flags
 
 import cafcor_jax
-from cafcor_jax import cli, config, experiment, progress
+from cafcor_jax import cli, config, experiment, privacy, progress
 from cafcor_jax.errors import UserError
 from cafcor_jax.flower import settings
 from cafcor_jax.flower.worker import read_memory, simulation_keys
@@ -53,6 +53,7 @@ class Children:
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3",
             "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",  # what is said of a round is shown at once
             "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         }
@@ -98,7 +99,7 @@ def main(cfg: config.Config) -> None:
     logs = place.with_name(place.name + "_processes")
     logs.mkdir(parents=True, exist_ok=True)
     if not (place / "summary.json").exists():
-        _run(cfg, logs, show)
+        _run(cfg, built, logs, show)
     summary = json.loads((place / "summary.json").read_text())
     show.log(
         f"test accuracy  {summary['final_accuracy']:.2%} after {summary['rounds']} rounds over the network"
@@ -111,7 +112,7 @@ def main(cfg: config.Config) -> None:
     show.log(f"files          {cfg.workdir}; {logs} has the logs, and the workers' secrets in workers/")
 
 
-def _run(cfg: config.Config, logs: Path, show: progress.Progress) -> None:
+def _run(cfg: config.Config, built: experiment.Experiment, logs: Path, show: progress.Progress) -> None:
     flagfile = logs / "settings.cfg"
     flagfile.write_text(settings.as_flagfile(cfg))
     with _children(logs) as (children, sockets):
@@ -155,7 +156,7 @@ def _run(cfg: config.Config, logs: Path, show: progress.Progress) -> None:
             ],
             pipe=True,
         )  # fmt: skip
-        problem = _follow(run, cfg, logs, show)
+        problem = _follow(run, built, logs, show)
         if not (Path(cfg.workdir) / "summary.json").exists():
             raise UserError(
                 problem or f"The run ended without a result: {logs / 'run.log'} has what it said."
@@ -173,9 +174,12 @@ def _start_worker(
     children.start(f"worker{worker}", command)
 
 
-def _follow(run: subprocess.Popen[bytes], cfg: config.Config, logs: Path, show: progress.Progress) -> str:
+def _follow(
+    run: subprocess.Popen[bytes], built: experiment.Experiment, logs: Path, show: progress.Progress
+) -> str:
     """Shows what the server says until its run ends; returns the sentence with which it failed, if it did."""
-    problem, spent = "", progress_epsilons(cfg)
+    cfg, problem = built.config, ""
+    spent = [float(value) for value in privacy.epsilon_schedule(built.plan)]
     assert run.stdout is not None
     with open(logs / "run.log", "a") as log, show.training(0, cfg.rounds):
         for raw in run.stdout:
@@ -200,13 +204,6 @@ def _follow(run: subprocess.Popen[bytes], cfg: config.Config, logs: Path, show: 
             if (Path(cfg.workdir) / "summary.json").exists():
                 break
     return problem
-
-
-def progress_epsilons(cfg: config.Config) -> Sequence[float]:
-    """What is spent after each round; infinite without privacy."""
-    from cafcor_jax import privacy
-
-    return [float(value) for value in privacy.epsilon_schedule(experiment.build(cfg).plan)]
 
 
 def _compare(
@@ -258,6 +255,10 @@ def _children(logs: Path) -> Iterator[tuple[Children, Path]]:
     try:
         yield children, sockets
     finally:
+        # A second Ctrl-C must not leave them either.
+        before |= {signal.SIGINT: signal.getsignal(signal.SIGINT)}
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
         children.stop()
         shutil.rmtree(sockets, ignore_errors=True)
         for number, handler in before.items():

@@ -28,7 +28,14 @@ from jax import lax
 
 from cafcor_jax import spread
 from cafcor_jax.aggregators.coordinatewise import CoordinatewiseRule
-from cafcor_jax.aggregators.linear import LinearRule, check_tolerance, gram_about_origin, only_validity
+from cafcor_jax.aggregators.linear import (
+    LinearRule,
+    check_tolerance,
+    gram_about_origin,
+    only_validity,
+    valid_workers,
+    without_invalid,
+)
 from cafcor_jax.aggregators.noise_aware import StatefulRule
 from cafcor_jax.attacks.vectors import _shifted, _widened, honest_mean, honest_std, repeat
 from cafcor_jax.columns import as_rows, common_dtype, num_coordinates, num_workers
@@ -306,7 +313,14 @@ def best_push(
         products = jax.tree.map(lambda a, u: jnp.sum(a * u), aggregator(sent), unit)
         return spread.total(functools.reduce(jnp.add, jax.tree.leaves(products))).astype(tau.dtype)
 
-    return _line_search(component, scale, (0.0,), search, scale.dtype)
+    return _furthest(component, scale, search, scale.dtype)
+
+
+def _furthest(component: Callable[[Array], Array], scale: Array, search: LineSearch, dtype: Any) -> Chosen:
+    """The search for a push: on what it gains, since a line search takes values for distances, 0 at least."""
+    without = component(jnp.zeros((), scale.dtype))
+    chosen = _line_search(lambda tau: component(tau) - without, scale, (0.0,), search, dtype)
+    return chosen._replace(distance=chosen.distance + without)
 
 
 def _unit_sum(direction: Updates) -> Aggregate:
@@ -348,15 +362,22 @@ def _push_in_gram_space(
     along = jnp.concatenate([jnp.zeros(n), jnp.ones(f)])
     norm = jnp.sqrt(jnp.maximum(dot(along, dot(bases[0], along)), 0))
 
+    # A message that is not finite stays so whatever the push, and has no part in the others' products.
+    valid = [valid_workers(base)[:n] for base in bases]
+    bases = [without_invalid(base) for base in bases]
+
     def component(tau: Array) -> Array:
         sent = jnp.concatenate([jnp.eye(n, dtype=np.float64), tau * pushed], axis=1)
-        products = [dot(dot(sent, base), sent.T) for base in bases]
+        products = [
+            jnp.where(there[:, None] & there[None, :], dot(dot(sent, base), sent.T), jnp.nan)
+            for base, there in zip(bases, valid, strict=True)
+        ]
         weights = weigh_round(products[0]) if isinstance(rule, LinearRule) else rule.weigh(state, products, d)
         coefficients = dot(weights, sent)
         return dot(coefficients, dot(bases[0], along)) / jnp.where(norm > 0, norm, 1)
 
     dtype = common_dtype(messages)
-    chosen = _line_search(component, _push_scale(lengths[:n], lengths[n:]), (0.0,), search, dtype)
+    chosen = _furthest(component, _push_scale(lengths[:n], lengths[n:]), search, dtype)
     return Chosen(chosen.factor.astype(dtype), chosen.distance.astype(dtype))
 
 

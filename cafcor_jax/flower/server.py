@@ -142,6 +142,11 @@ def run(grid: Grid, config: Config, timeouts: Timeouts, *, log: Log = print) -> 
         return _Server(grid, config, timeouts, folder, log).run()
 
 
+def _said(value: Any) -> str:
+    """What a worker says of itself, as a short line: it may be anything."""
+    return " ".join(str(value).split())[:300]
+
+
 class _Server:
     def __init__(self, grid: Grid, config: Config, timeouts: Timeouts, folder: Workdir, log: Log):
         self._grid, self._config, self._timeouts = grid, config, timeouts
@@ -232,13 +237,16 @@ class _Server:
         self._write_session()
         self._log(f"set-up: {n} workers have agreed on their secrets")
 
-    def _wait_for_nodes(self, least: int) -> list[int]:
+    def _wait_for_nodes(self, wanted: int, *, enough: int | None = None) -> list[int]:
+        """All nodes when so many are there; at the end of the set-up's time, `enough` are."""
+        least = wanted if enough is None else enough
         end = time.monotonic() + self._timeouts.setup
         while True:
             nodes = sorted(self._grid.get_node_ids())
-            if len(nodes) >= least:
+            late = time.monotonic() > end
+            if len(nodes) >= (least if late else wanted):
                 return nodes
-            if time.monotonic() > end:
+            if late:
                 raise UserError(
                     f"{len(nodes)} SuperNodes are connected after {self._timeouts.setup:g} s; "
                     f"num_workers={self._config.num_workers} needs {least}: start the others, or give "
@@ -261,7 +269,8 @@ class _Server:
                 raise UserError(f"The set-up failed at SuperNode {node}: {answer}.")
             values[node], _ = messages.decode(answer)
             if values[node].get("kind") == "refused":
-                raise UserError(f"Worker {values[node].get('worker')} refuses: {values[node].get('why')}")
+                who, why = _said(values[node].get("worker")), _said(values[node].get("why"))
+                raise UserError(f"Worker {who} refuses: {why}")
         return values
 
     def _resume(self, done: int) -> None:
@@ -279,8 +288,10 @@ class _Server:
                 "beside it: give another workdir."
             ) from None
         self._state = self._folder.restore(done, self._state)
+        if done == self._config.rounds:
+            return  # Killed before the summary: nobody is needed any more.
         needed = self._config.num_honest
-        nodes = self._wait_for_nodes(needed)
+        nodes = self._wait_for_nodes(self._config.num_workers, enough=needed)
         private = secrets.generate_private_key()
         answers = ask(
             self._grid,
@@ -311,7 +322,7 @@ class _Server:
             values, _ = messages.decode(answer)
             worker = _place(values.get("worker"), self._config.num_workers)
             if values.get("kind") == "refused":
-                raise UserError(str(values.get("why")))
+                raise UserError(_said(values.get("why")))
             proof = values.get("proof")
             key = self._public_keys[worker]
             if not isinstance(proof, bytes) or not identity.proves(

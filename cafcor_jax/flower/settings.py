@@ -24,6 +24,21 @@ def check(config: Config) -> None:
         raise UserError(
             "noise_mode='projected' is for simulation, no worker could draw its own noise: use 'pairwise'."
         )
+    colluding = config.num_byzantine if config.num_colluding is None else config.num_colluding
+    if config.threat_model == "secldp" or (
+        config.threat_model == "byzldp" and colluding < config.num_byzantine
+    ):
+        raise UserError(
+            f"threat_model={config.threat_model!r} with num_colluding={config.num_colluding} counts on noise "
+            "that malicious workers leave uncancelled, and over a network all workers may keep to the "
+            "protocol: use threat_model='byzldp' with all malicious workers colluding, or 'ldp'."
+        )
+    if config.mesh_workers * config.mesh_parameters > 1 or config.tensorboard == "on":
+        raise UserError(
+            f"mesh_workers={config.mesh_workers}, mesh_parameters={config.mesh_parameters} and "
+            f"tensorboard={config.tensorboard!r} are for simulations: over a network they must be 1, 1 and "
+            "'off'."
+        )
     if config.attack not in (*attacks.ALONE, "none"):
         raise UserError(
             f"attack={config.attack!r} looks at what honest workers send, and over a network only the server "

@@ -9,6 +9,10 @@ from pathlib import Path
 
 from cafcor_jax.errors import UserError
 
+# Nobody who connects and says nothing, or too much, keeps the others waiting.
+_SECONDS = 60.0
+_LONGEST = 2**34
+
 
 def serve(handle: Callable[[bytes], bytes], path: str | os.PathLike[str]) -> None:
     """Answers whoever connects, one after the other, for ever.
@@ -33,6 +37,7 @@ def serve(handle: Callable[[bytes], bytes], path: str | os.PathLike[str]) -> Non
         while True:
             connection, _ = listening.accept()
             with connection:
+                connection.settimeout(_SECONDS)
                 try:
                     _send(connection, handle(_receive(connection)))
                 except OSError:
@@ -52,7 +57,10 @@ def _send(connection: socket.socket, content: bytes) -> None:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    return _exactly(connection, int.from_bytes(_exactly(connection, 8), "big"))
+    length = int.from_bytes(_exactly(connection, 8), "big")
+    if length > _LONGEST:
+        raise ConnectionError(f"a message of {length} bytes is longer than any may be")
+    return _exactly(connection, length)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:

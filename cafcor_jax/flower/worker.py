@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -49,6 +50,7 @@ class Memory:
     """What a worker must not lose, and nobody else may have.
 
     Attributes:
+      settings: `decisive_json` of those it takes part with.
       session: of the run it takes part in.
       private: its X25519 key of that session.
       seed: 32 bytes, behind its own noise and its batches.
@@ -58,6 +60,7 @@ class Memory:
       momentum: after that round, its leaves in order.
     """
 
+    settings: str
     session: bytes
     private: bytes
     seed: bytes
@@ -157,6 +160,11 @@ class Worker:
         self._lock = self._open_folder()
         try:
             self.memory = read_memory(folder) if (self._folder / _STATE).exists() else None
+            if self.memory is not None and self.memory.settings != settings.decisive_json(config):
+                raise UserError(
+                    f"state_dir {self._folder} is that of a run with other settings: give those, or another "
+                    "state_dir."
+                )
             built = experiment.build(config)
             self._rounds = built.plan.rounds
             self._params = jax.eval_shape(built.model.init, built.key)
@@ -194,6 +202,10 @@ class Worker:
         except UserError as error:
             self._log(f"refused: {error}")
             return messages.encode({"kind": "refused", "worker": self.index, "why": str(error)})
+        except Exception as error:  # A message that nobody thought of must not end the worker.
+            traceback.print_exc()
+            why = f"Worker {self.index} could not answer ({type(error).__name__}); its log has the trace."
+            return messages.encode({"kind": "refused", "worker": self.index, "why": why})
 
     # The four messages.
 
@@ -213,7 +225,14 @@ class Worker:
         if memory is None or memory.session != session:
             zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self._params)]
             memory = Memory(
-                session, secrets.generate_private_key(), os.urandom(32), [], _NO_ROUND, b"", zeros
+                settings.decisive_json(self.config),
+                session,
+                secrets.generate_private_key(),
+                os.urandom(32),
+                [],
+                _NO_ROUND,
+                b"",
+                zeros,
             )
             self._store(memory)
         public = secrets.public_key(memory.private)
@@ -302,7 +321,8 @@ class Worker:
         return self.memory
 
     def _store(self, memory: Memory) -> None:
-        write_whole(self._folder / _STATE, memory.encode())
+        # What is sent must not be forgotten, or the same noise could go out with other parameters.
+        write_whole(self._folder / _STATE, memory.encode(), durable=True)
         self.memory = memory
 
     def _open_folder(self) -> IO[str]:

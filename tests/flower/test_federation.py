@@ -354,6 +354,24 @@ def test_a_worker_gives_no_noise_twice(trained):
     assert "must stay the same" in refusal(worker, keys | {"public_keys": swapped})
 
 
+def test_a_worker_goes_on_with_its_own_settings_only(trained):
+    member = trained[1][0]
+    member.close()
+    folder = member._folder
+    with pytest.raises(UserError, match="is that of a run with other settings"):
+        Worker(dataclasses.replace(member.config, clip_norm=3.0), member.index, folder, log=silent)
+    Worker(member.config, member.index, folder, log=silent).close()
+
+
+def test_what_nobody_thought_of_does_not_end_a_worker(trained, monkeypatch, capsys):
+    member = trained[1][0]
+    monkeypatch.setattr(messages, "decode", lambda content: 1 / 0)
+    content = member.handle(b"")
+    monkeypatch.undo()
+    assert "could not answer (ZeroDivisionError)" in messages.decode(content)[0]["why"]
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_a_state_folder_belongs_to_one_worker_and_is_private(trained, tmp_path):
     config, members, _ = trained
     assert (tmp_path / "worker0").stat().st_mode & 0o077 == 0
@@ -466,6 +484,10 @@ def test_swapped_keys_are_found_by_signatures(tmp_path):
         ({"noise_mode": "projected"}, "noise_mode='projected' is for simulation"),
         ({"attack": "alie"}, "attack='alie' looks at what honest workers send"),
         ({"attack_factor": None}, "attack='bias_fixed' has no attack_factor"),
+        ({"threat_model": "secldp"}, "threat_model='secldp' .* all workers may keep to the protocol"),
+        ({"num_colluding": 0}, "threat_model='byzldp' with num_colluding=0 counts on noise"),
+        ({"mesh_workers": 2}, "mesh_workers=2, .* are for simulations"),
+        ({"tensorboard": "on"}, "tensorboard='on' are for simulations"),
         ({"num_workers": 1, "num_byzantine": 0, "attack": "none"}, "num_workers=1 is too few"),
     ],
 )

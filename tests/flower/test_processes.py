@@ -1,9 +1,9 @@
 """One real federation: a SuperLink, three SuperNodes and three workers as processes on this machine."""
 
 import json
-import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,15 +22,22 @@ SETTINGS = [
 
 def launch(folder, *flags):
     command = [sys.executable, str(SCRIPT), *SETTINGS, f"--workdir={folder / 'run'}", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = process.communicate(timeout=900)
+    finally:
+        if process.poll() is None:
+            process.terminate()  # it ends its children first
+            process.wait(60)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def processes_of(folder):
-    """Processes whose command line names the folder."""
+    """Processes with the folder in their environment, as all children of the launcher have it."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if str(folder).encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
+            if f"FLWR_HOME={folder}".encode() in path.read_bytes():
                 found.append(path.parent.name)
         except OSError:
             continue
@@ -47,6 +54,10 @@ def test_processes_train_as_the_simulation_does(tmp_path):
     assert summary["absences"] == []
     line = next(line for line in ended.stdout.splitlines() if line.startswith("difference"))
     assert float(line.split()[1]) < 1e-3, line
+    # Some end when they see that their parent has.
+    end = time.monotonic() + 20
+    while processes_of(tmp_path) and time.monotonic() < end:
+        time.sleep(0.5)
     assert processes_of(tmp_path) == []
 
 
