@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cafcor_jax import aggregators, attacks
+from tests.compiling import fast_jit
 
 H, F, D = 6, 3, 4000
 KEY = jax.random.key(0)
@@ -170,7 +171,7 @@ def components(rule, state, x, direction):
         stateful = isinstance(rule, aggregators.StatefulRule)
         return (rule.apply(state, sent)[0].aggregate if stateful else rule(sent)) @ unit
 
-    return np.asarray(jax.jit(lambda taus: jax.lax.map(component, taus))(TAUS))
+    return np.asarray(fast_jit(lambda taus: jax.lax.map(component, taus))(TAUS))
 
 
 KNOWN = dict(momentum=0.5, sigma_ind=0.0, sigma_cor=0.5 * np.sqrt(3), clip_norm=1.0)
@@ -180,7 +181,7 @@ def history_of(x):
     """A rule with a memory of five rounds like this one."""
     rule = aggregators.caf_history(NUM_BAD, **KNOWN)
     state = rule.init(jnp.asarray(x))
-    apply = jax.jit(rule.apply)
+    apply = fast_jit(rule.apply)
     rng = np.random.default_rng(4)
     for _ in range(5):
         noise = rng.normal(size=x.shape)
@@ -200,7 +201,7 @@ def test_the_search_finds_the_push_that_gets_through(name):
         state = rule.init(jnp.asarray(x))._replace(round=jnp.int32(20))
     else:
         rule = aggregators.BY_NAME[name](num_byzantine=NUM_BAD)
-    got = jax.jit(functools.partial(attacks.best_push, rule))(state, jnp.asarray(x), jnp.asarray(direction))
+    got = fast_jit(functools.partial(attacks.best_push, rule))(state, jnp.asarray(x), jnp.asarray(direction))
     brute = components(rule, state, x, direction)
     at_zero = brute[0]
     best = brute.max()
