@@ -37,6 +37,7 @@ from cafcor_jax.aggregators.linear import (
     without_invalid,
 )
 from cafcor_jax.aggregators.noise_aware import StatefulRule
+from cafcor_jax.attacks.hidden import _unit
 from cafcor_jax.attacks.vectors import _shifted, _widened, honest_mean, honest_std, repeat
 from cafcor_jax.columns import as_rows, common_dtype, num_coordinates, num_workers
 from cafcor_jax.float64 import argmax, batched_in_float64, dot
@@ -300,7 +301,7 @@ def best_push(
 
     seen, along = (jax.tree.map(some, tree) for tree in (messages, direction))
     wide = _widened(along)
-    unit = _unit_sum(wide)
+    unit = _unit(jax.tree.map(lambda leaf: leaf.sum(axis=0), wide))
 
     def scale_of(*trees: Updates) -> Array:
         lengths = [jnp.sqrt(jnp.diagonal(gram(rows, about_origin=True))) for rows in trees]
@@ -321,12 +322,6 @@ def _furthest(component: Callable[[Array], Array], scale: Array, search: LineSea
     without = component(jnp.zeros((), scale.dtype))
     chosen = _line_search(lambda tau: component(tau) - without, scale, (0.0,), search, dtype)
     return chosen._replace(distance=chosen.distance + without)
-
-
-def _unit_sum(direction: Updates) -> Aggregate:
-    total = jax.tree.map(lambda leaf: leaf.sum(axis=0), direction)
-    norm = spread.norm(total)
-    return jax.tree.map(lambda leaf: leaf / jnp.where(norm > 0, norm, 1).astype(leaf.dtype), total)
 
 
 def _push_scale(lengths: Array, of_directions: Array) -> Array:
