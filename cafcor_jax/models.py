@@ -188,12 +188,32 @@ def _patches(x: Array, size: int) -> Array:
     return jnp.concatenate(shifted, axis=-1)
 
 
+def _row_patches(x: Array, size: int) -> Array:
+    """All 1 x size patches as vectors, rows first: [h, b, w', size * channels].
+
+    Output rows i to i + h' of a convolution see the rows of this array one after the other, so a convolution
+    is `size` matrix products of what lies together in memory.
+    """
+    w = x.shape[2] - size + 1
+    rows = x.transpose(1, 0, 2, 3)
+    return jnp.concatenate([rows[:, :, j : j + w] for j in range(size)], axis=-1)
+
+
+def _pad_axis(x: Array, axis: int, before: int, after: int) -> Array:
+    return jnp.pad(x, [(before, after) if a == axis else (0, 0) for a in range(x.ndim)])
+
+
 # Which form is the fastest for one input channel and for many was measured; all have the same values.
 @jax.custom_vjp
 def _convolve_patches(x: Array, kernel: Array) -> Array:
     if x.shape[-1] == 1:
         return _convolve(x, kernel)
-    return _patches(x, kernel.shape[0]) @ kernel.reshape(-1, kernel.shape[-1])
+    size = kernel.shape[0]
+    rows = _row_patches(x, size)
+    h = rows.shape[0] - size + 1
+    by_row = kernel.reshape(size, -1, kernel.shape[-1])
+    out = sum(rows[i : i + h].reshape(-1, rows.shape[-1]) @ by_row[i] for i in range(size))
+    return jnp.asarray(out).reshape(h, *rows.shape[1:3], -1).transpose(1, 0, 2, 3)
 
 
 def _convolve_patches_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -202,23 +222,26 @@ def _convolve_patches_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Arr
 
 def _convolve_patches_backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
     x, kernel = saved
-    size = kernel.shape[0]
-    flat_g = g.reshape(-1, g.shape[-1])
-    if x.shape[-1] == 1:
-        h, w = g.shape[1:3]
-        shifted = jnp.stack([x[:, i : i + h, j : j + w, 0] for i in range(size) for j in range(size)])
-        to_kernel = shifted.reshape(size * size, -1) @ flat_g
-    else:
-        patches = _patches(x, size)
-        to_kernel = (flat_g.T @ patches.reshape(-1, patches.shape[-1])).T
-    # What each output gives back to its patch, added up where patches overlap.
+    size, channels = kernel.shape[0], x.shape[-1]
     h, w = g.shape[1:3]
-    to_patches = (flat_g @ kernel.reshape(-1, kernel.shape[-1]).T).reshape(*g.shape[:3], size, size, -1)
-    to_x = jnp.zeros_like(x)
-    for i in range(size):
-        for j in range(size):
-            to_x = to_x.at[:, i : i + h, j : j + w].add(to_patches[:, :, :, i, j])
-    return to_x, to_kernel.reshape(kernel.shape)
+    rows_of_g = g.transpose(1, 0, 2, 3).reshape(-1, g.shape[-1])
+    if channels == 1:
+        shifted = jnp.stack([x[:, i : i + h, j : j + w, 0] for i in range(size) for j in range(size)])
+        to_kernel = shifted.reshape(size * size, -1) @ g.reshape(-1, g.shape[-1])
+    else:
+        rows = _row_patches(x, size)
+        to_kernel = jnp.stack(
+            [rows[i : i + h].reshape(-1, rows.shape[-1]).T @ rows_of_g for i in range(size)]
+        )
+    # What each output gives back to its patch, added up where patches overlap: over rows, then over columns.
+    to_rows = [
+        (rows_of_g @ kernel_row.T).reshape(h, -1, w, size * channels)
+        for kernel_row in kernel.reshape(size, size * channels, -1)
+    ]
+    to_rows_of_x = sum(_pad_axis(part, 0, i, size - 1 - i) for i, part in enumerate(to_rows))
+    parts = jnp.split(to_rows_of_x, size, axis=-1)
+    to_x = sum(_pad_axis(part, 2, j, size - 1 - j) for j, part in enumerate(parts))
+    return jnp.asarray(to_x).transpose(1, 0, 2, 3), to_kernel.reshape(kernel.shape)
 
 
 _convolve_patches.defvjp(_convolve_patches_forward, _convolve_patches_backward)
