@@ -306,6 +306,8 @@ def mesh_federation(
         return State(flat, zeros(senders), optimizer.init(flat), server, jnp.int32(0))
 
     specs = _specs(jax.eval_shape(init, flattening.template), flattening.padded)
+    if isinstance(aggregator, StatefulRule):
+        specs = specs._replace(server=_server_specs(aggregator.init, n, flattening.padded))
 
     def step_of_device(key: Array, state: State, data: Data) -> tuple[State, Info]:
         with spread_over(ALL, flattening.coordinates):
@@ -329,6 +331,18 @@ def _specs(shapes: State, padded: int) -> State:
         return P()
 
     return jax.tree.map(spec, shapes)
+
+
+def _server_specs(init: Callable[[Updates], PyTree], n: int, padded: int) -> PyTree:
+    """How the server's memory is spread: what grows with the messages is spread like them."""
+
+    def of_width(width: int) -> PyTree:
+        return jax.eval_shape(init, jax.ShapeDtypeStruct((n, width), jnp.float32))
+
+    def spec(leaf: jax.ShapeDtypeStruct, wider: jax.ShapeDtypeStruct) -> P:
+        return P() if leaf.shape == wider.shape else _ROWS
+
+    return jax.tree.map(spec, of_width(padded), of_width(padded + 1))
 
 
 def _gradients(flattening: Flattening, h: int, keys: Array, params: Array, data: Data, **how: Any) -> Clipped:

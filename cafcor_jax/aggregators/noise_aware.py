@@ -221,7 +221,13 @@ def _weigh(gram: Array, verdict: Verdict, law: Limits, variance: Array | float, 
 
 class _History(NamedTuple):
     round: Array  # int32
-    total: Updates  # the sum of all messages so far, leaves [n, ...]; nothing without a memory
+    memory: _Memory | tuple[()]  # nothing for a rule that forgets
+
+
+class _Memory(NamedTuple):
+    total: Updates  # the sum of all messages so far, leaves [n, ...]
+    products: Array  # of these sums when they were last judged, [n, n] in float32
+    judged: Array  # int32, the round in which that was; 0 for never, and if nothing was found
 
 
 def caf_noise_aware_over_rounds(
@@ -252,7 +258,7 @@ def caf_noise_aware_over_rounds(
       A rule with a state.
     """
     noise = _given(num_byzantine, sigma_ind, sigma_cor, clip_norm, false_alarm, graph)
-    return _over_rounds(noise, momentum, remembers=False)
+    return _over_rounds(noise, momentum, every=None)
 
 
 def caf_history(
@@ -264,14 +270,18 @@ def caf_history(
     clip_norm: float = 0.0,
     false_alarm: float = 1e-3,
     graph: SecretGraph | None = None,
+    every: int = 10,
 ) -> StatefulRule:
     r"""`caf_noise_aware_over_rounds` that also judges what a worker has sent in all rounds together.
 
-    Noise adds up like sqrt(t) over rounds, a steady bias like t. The sum of a worker's noisy gradients over
-    rounds 1..t follows from its momenta, sum_s r_s = m_t / (1 - beta) + m_1 + ... + m_{t-1}, and has t times
-    the noise's covariance and a signal of t C at most. Its Gram matrix is held against the same law, with
-    half of `false_alarm` for each of the two. It costs a second Gram matrix, and the server keeps a sum for
-    every worker.
+    Noise adds up like sqrt(t) over rounds, a steady bias like t. The sum of a worker's momenta is one of its
+    noisy gradients, m_1 + ... + m_t = sum_s (1 - beta^(t-s+1)) r_s: all count fully but the last few. So it
+    has a known multiple of the noise's covariance, and a signal of t C at most. Its Gram matrix is held
+    against the same law, with half of `false_alarm` for each of the two. The server keeps a sum for every
+    worker.
+
+    Only every few rounds a Gram matrix of sums is made; if it breaks the law, it counts until the next one is
+    made. What a worker does in between is in its sum all the same.
 
     Args:
       num_byzantine: f.
@@ -281,66 +291,111 @@ def caf_history(
       clip_norm: likewise.
       false_alarm: likewise.
       graph: likewise.
+      every: rounds from one Gram matrix of sums to the next. With 1 every round costs two of them.
 
     Returns:
       A rule with a state.
     """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every is {every!r}; it must be a whole number of at least 1.")
     noise = _given(num_byzantine, sigma_ind, sigma_cor, clip_norm, false_alarm / 2, graph)
-    return _over_rounds(noise, momentum, remembers=True)
+    return _over_rounds(noise, momentum, every)
 
 
-def _over_rounds(noise: _Noise, momentum: float, *, remembers: bool) -> StatefulRule:
+def _over_rounds(noise: _Noise, momentum: float, every: int | None) -> StatefulRule:
+    """A rule that judges sums every so many rounds; with None it keeps none."""
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum is {momentum!r}; it must be at least 0 and less than 1.")
+    # Without noise there is no law, and nothing to remember for it.
+    remembers = every is not None and not noise.without_law
 
     def variance(round_index: Array) -> Array:
         t = round_index.astype(np.float64)
         return (1 - momentum) / (1 + momentum) * (1 - jnp.asarray(momentum, np.float64) ** (2 * t))
 
     def init(updates: Updates) -> _History:
-        total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), updates) if remembers else ()
-        return _History(jnp.int32(0), total)
+        if not remembers:
+            return _History(jnp.int32(0), ())
+        n = num_workers(updates)
+        total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), updates)
+        return _History(jnp.int32(0), _Memory(total, jnp.zeros((n, n), jnp.float32), jnp.int32(0)))
+
+    def of_sum(round_index: Array) -> tuple[Array, Array]:
+        """The variance and the signal of m_1 + ... + m_t, in which round s counts 1 - beta^(t-s+1) times."""
+        t = round_index.astype(np.float64)
+        power = jnp.asarray(momentum, np.float64) ** t
+        once = momentum / (1 - momentum) * (1 - power)  # the sum of beta^1 to beta^t
+        of_squares = momentum**2 / (1 - momentum**2) * (1 - power**2)
+        return t - 2 * once + of_squares, t - once
 
     def views(state: _History, updates: Updates) -> list[Updates]:
-        if not remembers or noise.without_law:
+        if not state.memory:
             return [updates]
-        return [updates, jax.tree.map(lambda m, p: m / (1 - momentum) + p, updates, state.total)]
+        return [updates, jax.tree.map(jnp.add, state.memory.total, updates)]
 
-    def decide(state: _History, products: list[Array], dimension: int) -> tuple[Array, Verdict]:
+    def is_judged(state: _History) -> Array:
+        """Whether sums are judged in this round: the last of every so many; there is nothing in round 0."""
+        assert every is not None
+        return (state.round > 0) & ((state.round + 1) % every == 0)
+
+    def judged_products(state: _History, new: Callable[[], Array]) -> tuple[Array, Array]:
+        """The Gram matrix that sums are judged by in this round, and its round."""
+        memory, now = state.memory, is_judged(state)
+        assert memory
+        # A state has no float64. Nobody's numbers may become infinite in others' rows.
+        limit = float(np.finfo(np.float32).max)
+        products = lax.cond(
+            now,
+            lambda: jnp.clip(new(), -limit, limit).astype(np.float32),
+            lambda: memory.products,
+        )
+        return products, jnp.where(now, state.round, memory.judged)
+
+    def decide(
+        state: _History, products: Array, of_sums: tuple[Array, Array] | None, dimension: int
+    ) -> tuple[Array, Verdict]:
         """The weights, and what the law says."""
-        n, f = products[0].shape[0], noise.num_byzantine
+        n, f = products.shape[0], noise.num_byzantine
         law = noise.limits(n, dimension)
         if law is None:
             nobody = Verdict(jnp.zeros(n, bool), jnp.ones(n), jnp.asarray(True))
-            return spectral_filter(products[0], f).weights, nobody
-        rounds = state.round.astype(np.float64)
-        evidence = [_evidence(products[0], noise, variance(state.round))]
-        evidence += [_evidence(sums, noise, rounds, signal=rounds) for sums in products[1:]]
+            return spectral_filter(products, f).weights, nobody
+        evidence = [_evidence(products, noise, variance(state.round))]
+        if of_sums is not None:
+            products_of_sums, t = of_sums
+            evidence.append(_evidence(products_of_sums.astype(np.float64), noise, *of_sum(t)))
         verdict = noise_law.judge(evidence, law, f)
-        return _weigh(products[0], verdict, law, variance(state.round), f), verdict
+        return _weigh(products, verdict, law, variance(state.round), f), verdict
 
     @in_float64
     def apply(state: _History, updates: Updates) -> tuple[Judged, _History]:
         num_workers(updates)
-        products = [gram_about_origin(view) for view in views(state, updates)]
-        weights, verdict = decide(state, products, num_coordinates(updates))
-        valid = valid_workers(products[0])
-        # A message that is not finite must not stay in the sum; that it is missing there breaks the law.
-        total = (
-            jax.tree.map(
-                lambda m, p: p + jnp.where(valid.reshape(-1, *[1] * (m.ndim - 1)), m, 0), updates, state.total
-            )
-            if remembers
-            else ()
-        )
+        products = gram_about_origin(updates)
+        valid = valid_workers(products)
+        memory, of_sums = state.memory, None
+        if memory:
+
+            def added(total: Array, m: Array) -> Array:
+                # A message that is not finite must not stay in a sum; that it is missing breaks the law.
+                return total + jnp.where(valid.reshape(-1, *[1] * (m.ndim - 1)), m, 0)
+
+            # The new sum first: a condition that reads the old one would have it copied in every round.
+            total = jax.tree.map(added, memory.total, updates)
+            of_sums = judged_products(state, lambda: gram_about_origin(total))
+        weights, verdict = decide(state, products, of_sums, num_coordinates(updates))
+        if of_sums is not None:
+            lawful = verdict.fits & ~verdict.malicious.any() & (verdict.kept >= 1).all()
+            memory = _Memory(total, of_sums[0], jnp.where(lawful, 0, of_sums[1]))
         aggregate = mix(weights, updates, all_finite=valid.all())
         judged = Judged(aggregate, weights.astype(common_dtype(updates)), verdict.flagged, verdict.fits)
-        return judged, _History(state.round + 1, total)
+        return judged, _History(state.round + 1, memory)
 
     def this_round(state: _History, dimension: int) -> LinearRule:
         with jax.enable_x64(True):
             return _rule(noise, dimension, variance(state.round))
 
-    return StatefulRule(
-        init, apply, this_round, views, lambda state, products, d: decide(state, products, d)[0]
-    )
+    def weigh(state: _History, products: list[Array], dimension: int) -> Array:
+        of_sums = judged_products(state, lambda: products[1]) if state.memory else None
+        return decide(state, products[0], of_sums, dimension)[0]
+
+    return StatefulRule(init, apply, this_round, views, weigh)

@@ -264,16 +264,19 @@ def judge(evidence: Sequence[Evidence], law: Limits, num_byzantine: int) -> Verd
     for one in evidence:
         # Every one begins with everybody: without those whom another one took out, noise that would have
         # cancelled stays in the mean, and there is nothing to see along it.
-        one = one._replace(gram=without_invalid(one.gram))
-        tests = [_off_along_mean] if law.group_size == 1 else [_off_along_mean, _off_in_group]
-        left = start
-        for test in tests:
-            left = _without(functools.partial(test, one, law), left, least)
+        left = lax.cond(fits & one.counts, functools.partial(_lawful, one, law, start, least), lambda: start)
         both = jnp.minimum(kept, left)
         fewer = jnp.where(jnp.sum(left) < jnp.sum(kept), left, kept)
-        left = jnp.where(jnp.sum(both) >= least * (1 - 1e-12), both, fewer)
-        kept = jnp.where(fits & one.counts, left, kept)
+        kept = jnp.where(jnp.sum(both) >= least * (1 - 1e-12), both, fewer)
     return Verdict(malicious, jnp.where(malicious, 1.0, kept), fits)
+
+
+def _lawful(one: Evidence, law: Limits, kept: Array, least: Array) -> Array:
+    """What the tests along the mean and of groups leave of the weights, one after the other, [n]."""
+    one = one._replace(gram=without_invalid(one.gram))
+    for test in [_off_along_mean] if law.group_size == 1 else [_off_along_mean, _off_in_group]:
+        kept = _without(functools.partial(test, one, law), kept, least)
+    return kept
 
 
 def _law_breakers(one: Evidence, law: Limits, num_byzantine: int) -> Array:
@@ -325,9 +328,32 @@ def _off_along_mean(one: Evidence, law: Limits, kept: Array) -> Array:
 
 def _off_in_group(one: Evidence, law: Limits, kept: Array) -> Array:
     """Squares of the parts of its members in a group that breaks the law, [n]; 0 if none is found."""
-    vector, square, noise = worst_group(one.gram, law, kept)
-    longest = jnp.sqrt(noise) * law.group_length + one.signal * math.sqrt(law.group_size)
-    return jnp.where(square > longest**2, vector**2, 0)
+    slack = one.signal * math.sqrt(law.group_size)
+
+    def search() -> Array:
+        vector, square, noise = worst_group(one.gram, law, kept)
+        return jnp.where(square > (jnp.sqrt(noise) * law.group_length + slack) ** 2, vector**2, 0)
+
+    # Nearly always it can be told beforehand that there is none.
+    may_be = longest_beyond(one.gram, law, kept) > slack**2
+    return lax.cond(may_be, search, lambda: jnp.zeros_like(kept))
+
+
+def _beyond(gram: Array, law: Limits, kept: Array) -> Array:
+    """What G has beyond noise in any group: v^T of it v > 0 is needed to break the law, [n, n]."""
+    root = jnp.sqrt(kept)
+    return (gram - law.group_length**2 * law.noise) * root[:, None] * root[None, :]
+
+
+def longest_beyond(gram: Array, law: Limits, kept: Array) -> Array:
+    """A bound on v^T (G - limit^2 K) v over unit vectors v on k workers: Gershgorin's for every group.
+
+    In a group worker i has k - 1 others, and they are not worse than those with which it has the most.
+    """
+    beyond = _beyond(gram, law, kept)
+    others = jnp.abs(jnp.where(np.eye(gram.shape[0], dtype=bool), 0, beyond))
+    worst = lax.top_k(others, law.group_size - 1)[0]
+    return jnp.max(jnp.diagonal(beyond) + jnp.sum(worst, axis=1))
 
 
 def worst_group(gram: Array, law: Limits, kept: Array) -> tuple[Array, Array, Array]:
@@ -370,8 +396,7 @@ def worst_group(gram: Array, law: Limits, kept: Array) -> tuple[Array, Array, Ar
     vectors = lax.fori_loop(0, _GROUP_STEPS - 1, step, jnp.eye(n, dtype=gram.dtype))
     group = members(vectors)[1]
     blocks = group[:, :, None], group[:, None, :]
-    beyond = (gram - law.group_length**2 * law.noise) * counted
-    values, on_group = jnp.linalg.eigh(beyond[blocks])
+    values, on_group = jnp.linalg.eigh(_beyond(gram, law, kept)[blocks])
     best = argmax(values[:, -1])
     vector = jnp.zeros(n, gram.dtype).at[group[best]].set(on_group[best, :, -1])
     scaled = root * vector

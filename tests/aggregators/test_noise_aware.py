@@ -149,6 +149,24 @@ def test_groups_are_found_as_by_trying_all(bias):
         assert square / noise - D >= (best - D) * (0.99 if bias == 25.0 else 0.8)
 
 
+@pytest.mark.parametrize("bias", [0.0, 8.0, 25.0])
+@pytest.mark.parametrize("everybody", [True, False])
+def test_no_group_is_beyond_the_bound_on_all_of_them(bias, everybody):
+    rng = np.random.default_rng(3)
+    law = noise_law.limits(noise_law.covariance(N, IND, COR), D, F, 1e-3)
+    x = noise_rows(rng)
+    x[N - F :, 0] += bias
+    kept = np.ones(N) if everybody else rng.uniform(size=N)
+    beyond = (x @ x.T - law.group_length**2 * law.noise) * np.sqrt(np.outer(kept, kept))
+    groups = [np.ix_(group, group) for group in itertools.combinations(range(N), F)]
+    best = max(np.linalg.eigvalsh(beyond[group])[-1] for group in groups)
+    with jax.enable_x64(True):
+        bound = float(noise_law.longest_beyond(jnp.asarray(x @ x.T), law, jnp.asarray(kept)))
+    assert best <= bound
+    if everybody and bias == 0:
+        assert bound <= 0, "of no use: an honest round would be searched for groups"
+
+
 # Who breaks it.
 
 
@@ -481,20 +499,48 @@ def test_only_a_memory_finds_a_small_steady_bias():
     assert remembers[-1].flagged[N - F :].sum() >= F - 1
     assert not any(one.flagged[: N - F].any() for one in remembers)
     assert remembers[-1].weights[N - F :].sum() < 0.7 * F / N
-    # What is remembered: the noisy gradients' sum follows from it.
-    total = np.asarray(state.total) + np.asarray(sent[-1]) * (1 / (1 - BETA) - 1)
-    np.testing.assert_allclose(total, raw.sum(0), atol=1e-3)
+    # What is remembered: a sum of noisy gradients, of which the last ones count less.
+    counted = 1 - BETA ** np.arange(len(raw), 0, -1.0)
+    np.testing.assert_allclose(state.memory.total, np.tensordot(counted, raw, 1), atol=1e-3)
 
 
 def test_a_worker_that_was_not_finite_once_stays_under_suspicion():
     raw = noise_rows(np.random.default_rng(14), rounds=5)
     sent = momenta(raw)
     sent[2, N - 1, 0] = math.nan
-    out, state = play("caf_history", sent)
-    assert np.isfinite(np.asarray(state.total)).all()
+    out, state = play("caf_history", sent, every=1)
+    assert np.isfinite(np.asarray(state.memory.total)).all()
     assert all(np.isfinite(one.aggregate).all() for one in out)
     assert all(one.weights[N - 1] < 1e-9 for one in out[2:4])
     assert not any(one.flagged[: N - 1].any() for one in out)
+
+
+def test_a_verdict_on_sums_stands_until_the_next():
+    """In the rounds in which sums are judged it is that of judging them always; then nothing changes."""
+    raw = noise_rows(np.random.default_rng(13), rounds=59)
+    raw[:, N - F :, 0] += 4.0
+    sent = momenta(raw)
+    always, _ = play("caf_history", sent, every=1)
+    seldom, state = play("caf_history", sent, every=4)
+    assert int(state.memory.judged) == 59
+    flagged = np.array([one.flagged for one in seldom])
+    assert flagged.any() and not flagged[:8].any()
+    for t, one in enumerate(seldom):
+        np.testing.assert_array_equal(one.flagged, flagged[t - (t + 1) % 4] if t > 2 else False)
+        if (t + 1) % 4 == 0:
+            np.testing.assert_array_equal(one.flagged, always[t].flagged)
+            np.testing.assert_allclose(one.weights, always[t].weights, atol=1e-6)
+
+
+def test_numbers_too_large_for_a_sum_harm_nobody_else():
+    raw = noise_rows(np.random.default_rng(14), rounds=5)
+    sent = momenta(raw)
+    sent[1:, N - 1] = 3e38
+    for every in (1, 2):
+        out, _ = play("caf_history", sent, every=every)
+        assert all(np.isfinite(one.aggregate).all() for one in out)
+        assert all(one.weights[N - 1] < 1e-9 for one in out[1:])
+        assert not any(one.flagged[: N - 1].any() for one in out)
 
 
 def test_a_pytree_and_its_columns_are_judged_alike():
@@ -535,6 +581,8 @@ def test_refuses_what_does_not_fit_the_messages():
         aggregators.caf_history(1, momentum=1.0, sigma_ind=1.0, sigma_cor=0.0)
     with pytest.raises(ValueError, match="sigma_cor is not given"):
         aggregators.caf_history(1, momentum=0.5, sigma_ind=1.0)
+    with pytest.raises(ValueError, match="every is 0; it must be a whole number of at least 1"):
+        aggregators.caf_history(1, momentum=0.5, sigma_ind=1.0, sigma_cor=0.0, every=0)
 
 
 def test_refuses_a_worker_without_noise():

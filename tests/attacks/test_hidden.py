@@ -178,12 +178,12 @@ KNOWN = dict(momentum=0.5, sigma_ind=0.0, sigma_cor=0.5 * np.sqrt(3), clip_norm=
 
 
 def history_of(x):
-    """A rule with a memory of five rounds like this one."""
+    """A rule with a memory of four rounds like this one; in the fifth it judges sums."""
     rule = aggregators.caf_history(NUM_BAD, **KNOWN)
     state = rule.init(jnp.asarray(x))
     apply = fast_jit(rule.apply)
     rng = np.random.default_rng(4)
-    for _ in range(5):
+    for _ in range(4):
         noise = rng.normal(size=x.shape)
         sent = 0.5 * np.sqrt(N) * (noise - noise.mean(0))
         state = apply(state, jnp.asarray(sent, jnp.float32))[1]
