@@ -1,13 +1,14 @@
 """Measures the rules that know the noise: false alarms, the largest bias that stays hidden, and their cost.
 
 Honest rounds are drawn as Gram matrices (Bartlett's decomposition of a Wishart matrix), which have the law of
-messages of any dimension without ever forming one; the rules see nothing else of messages.
+messages of any dimension without ever forming one; the rules see nothing else of messages. Where messages are
+short, caf_history is run itself, on honest runs of 30 rounds.
 
 Parts:
   alarms  how often honest workers are flagged, over --rounds honest rounds, at several (n, d, sigma)
-  hidden  the longest common bias of f workers in one round: that of random-matrix theory, those of the
-          rule's limits (in a group, along the mean), and the measured one, at which half of --draws rounds
-          are flagged
+  hidden  the longest common bias of f workers in one round of gradients, or, with --summed=29, in the sums of
+          the momenta of 29 rounds: that of random-matrix theory, those of the rule's limits (in a group,
+          along the mean), and the measured one, at which half of --draws rounds are flagged
   advice  what such a bias moves the mean by, against the clipping norm, at equal privacy over n, d and f;
           with --plot also as a picture
   cost    seconds of CAF and of both rules on messages of 431,080 coordinates, in turns
@@ -15,6 +16,7 @@ Parts:
 Examples:
   python scripts/defence.py --part=alarms
   python scripts/defence.py --part=hidden
+  python scripts/defence.py --part=hidden --summed=29
   python scripts/defence.py --part=advice --plot=runs/hidden_bias.png
   python scripts/defence.py --part=cost
 """
@@ -49,8 +51,12 @@ SETTINGS = (
     (10, 2, 200, 1.0, 0.0),
 )
 PARAMETERS = 431_080
+# Of Figure 1.
+MOMENTUM, RUN = 0.85, 30
 # Over which rules are timed: in one of them caf_history judges sums.
 ROUNDS = 10
+# Numbers in the messages of a round up to which honest runs are simulated as they are.
+SHORT = 100_000
 
 
 def read_flags(argv: Sequence[str]) -> Any:
@@ -61,6 +67,9 @@ def read_flags(argv: Sequence[str]) -> Any:
     flags.DEFINE_integer("rounds", 10_000, "Honest rounds.", lower_bound=1, flag_values=values)
     flags.DEFINE_integer(
         "draws", 20, "Rounds for each bias that is tried.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_integer(
+        "summed", 0, "Momenta in a sum; 0 for one gradient.", lower_bound=0, flag_values=values
     )
     flags.DEFINE_float("false_alarm", 1e-3, "The stated chance.", 1e-12, 0.5, flag_values=values)
     flags.DEFINE_float("clip_norm", 2.25, "The greatest length of a signal.", 0.0, flag_values=values)
@@ -111,8 +120,14 @@ def verdicts(grams: np.ndarray, signal: float, *law: Any) -> tuple[np.ndarray, n
 
 def alarms(values: Any, show: progress.Progress) -> str:
     lines = [
-        f"  {'n':>4} {'f':>3} {'d':>8} {'sigma_ind':>9} {'sigma_cor':>9}   alarms in {values.rounds:,} rounds"
+        f"  alarms in {values.rounds:,} rounds",
+        f"  {'n':>4} {'f':>3} {'d':>8} {'sigma_ind':>9} {'sigma_cor':>9}   {'one round':>15}   "
+        f"{f'caf_history, {RUN} rounds':>23}",
     ]
+
+    def share(count: int) -> str:
+        return f"{count} ({count / values.rounds:.2g})"
+
     for n, f, d, ind, cor in SETTINGS:
         rng = np.random.default_rng(values.seed)
         root, count, left = root_of(noise_law.covariance(n, ind, cor)), 0, values.rounds
@@ -124,27 +139,64 @@ def alarms(values: Any, show: progress.Progress) -> str:
                 )
                 count += int((flagged.any(axis=1) | ~fits).sum())
                 left -= batch
-        lines.append(f"  {n:>4} {f:>3} {d:>8,} {ind:>9g} {cor:>9g}   {count} ({count / values.rounds:.2g})")
+            in_runs = share(alarms_in_runs(values, n, f, d, ind, cor)) if n * d <= SHORT else "not simulated"
+        lines.append(f"  {n:>4} {f:>3} {d:>8,} {ind:>9g} {cor:>9g}   {share(count):>15}   {in_runs:>23}")
     return "\n".join([*lines, f"  stated: at most {values.false_alarm:g} in a round"])
+
+
+def alarms_in_runs(values: Any, n: int, f: int, d: int, ind: float, cor: float) -> int:
+    """In how many rounds caf_history takes weight from honest workers that send noise alone."""
+    rule = aggregators.caf_history(
+        f, momentum=MOMENTUM, sigma_ind=ind, sigma_cor=cor, false_alarm=values.false_alarm
+    )
+    # Round 0 has no momentum, and nothing is judged in it.
+    runs = math.ceil(values.rounds / (RUN - 1))
+
+    def one_round(carry: tuple[Any, Array], key: Array) -> tuple[tuple[Any, Array], Array]:
+        state, m = carry
+        shared, own = jax.random.normal(key, (2, n, d))
+        noise = ind * own + cor * math.sqrt(n) * (shared - shared.mean(0))
+        judged, state = rule.apply(state, m)
+        alarm = judged.flagged.any() | ~judged.law_fits
+        return (state, MOMENTUM * m + (1 - MOMENTUM) * noise), alarm
+
+    def run(key: Array) -> Array:
+        nothing = jnp.zeros((n, d))
+        start = rule.init(nothing), nothing
+        return jax.lax.scan(one_round, start, jax.random.split(key, RUN))[1]
+
+    keys = jax.random.split(jax.random.key(values.seed), runs)
+    found = np.asarray(jax.jit(lambda keys: jax.lax.map(run, keys))(keys))
+    return int(found[:, 1:].ravel()[: values.rounds].sum())
+
+
+def looked_at(values: Any) -> tuple[noise_law.Multiple, float]:
+    """What --part=hidden looks at, and the chance of a false alarm there."""
+    if values.summed:
+        return noise_law.of_sum_of_momenta(MOMENTUM, values.summed), values.false_alarm / 2
+    return noise_law.ONE_GRADIENT, values.false_alarm
 
 
 def measured_bias(values: Any, n: int, f: int, d: int, ind: float, cor: float) -> float:
     """The length at which half of the draws are flagged, by bisection; draws are the same for all lengths."""
     rng = np.random.default_rng(values.seed)
     root = root_of(noise_law.covariance(n, ind, cor))
+    multiple, false_alarm = looked_at(values)
+    # Everything is in units in which the noise is that of one gradient.
+    unit = multiple.signal / math.sqrt(multiple.variance)
     # All of the bias is in one coordinate: that one is drawn by itself.
     others = wishart(rng, root, d - 1, values.draws)
     first = rng.normal(size=(values.draws, n)) @ root
     who = np.arange(n) >= n - f
 
     def caught(length: float) -> float:
-        y = first + length * who
+        y = first + unit * length * who
         grams = others + y[:, :, None] * y[:, None, :]
-        flagged, _ = verdicts(grams, values.clip_norm, n, f, d, ind, cor, values.false_alarm)
+        flagged, _ = verdicts(grams, unit * values.clip_norm, n, f, d, ind, cor, false_alarm)
         return float(flagged[:, n - f :].any(axis=1).mean())
 
     nu = ind**2 + n * cor**2
-    low, high = 0.0, 10 * math.sqrt(nu * math.sqrt(n * d) / f)
+    low, high = 0.0, 10 * math.sqrt(nu * math.sqrt(n * d) / f) / unit
     for _ in range(10):
         middle = (low + high) / 2
         low, high = (low, middle) if caught(middle) >= 0.5 else (middle, high)
@@ -152,6 +204,7 @@ def measured_bias(values: Any, n: int, f: int, d: int, ind: float, cor: float) -
 
 
 def hidden(values: Any, show: progress.Progress) -> str:
+    multiple, false_alarm = looked_at(values)
     lines = [
         f"  {'n':>4} {'f':>3} {'d':>8} {'sigma_ind':>9} {'sigma_cor':>9}   "
         f"{'spectral':>8} {'in group':>8} {'along mean':>10} {'measured':>8}   moves the mean by"
@@ -164,7 +217,8 @@ def hidden(values: Any, show: progress.Progress) -> str:
             sigma_ind=ind,
             sigma_cor=cor,
             clip_norm=values.clip_norm,
-            false_alarm=values.false_alarm,
+            false_alarm=false_alarm,
+            multiple=multiple,
         )
         with show.phase(f"n = {n}, d = {d:,}"):
             found = measured_bias(values, n, f, d, ind, cor)
@@ -176,37 +230,31 @@ def hidden(values: Any, show: progress.Progress) -> str:
 
 
 def moves_the_mean(values: Any, threat_model: str, n: int, f: int, d: int) -> dict[str, float]:
-    """What hidden biases move the mean by, after 30 rounds with the paper's budget and momentum."""
-    rounds, momentum = 30, 0.85
+    """What hidden biases move the mean by, at the end of a run with the paper's budget and momentum."""
     plan = privacy.calibrate(
         threat_model=threat_model,
         epsilon=27.8,
         delta=1e-4,
         num_workers=n,
         num_byzantine=f,
-        rounds=rounds,
+        rounds=RUN,
         clip_norm=values.clip_norm,
         accountant="rdp",
     )
-    shrunk = math.sqrt((1 - momentum) / (1 + momentum))
     common: dict[str, Any] = {
         "num_workers": n,
         "num_byzantine": f,
         "dimension": d,
         "clip_norm": values.clip_norm,
+        "sigma_ind": plan.sigma_ind,
+        "sigma_cor": plan.sigma_cor,
     }
+    # Round 0 sends nothing, so there are 29 gradients.
     in_round = noise_law.hidden_bias(
-        **common,
-        sigma_ind=shrunk * plan.sigma_ind,
-        sigma_cor=shrunk * plan.sigma_cor,
-        false_alarm=values.false_alarm,
+        **common, false_alarm=values.false_alarm, multiple=noise_law.of_momentum(MOMENTUM, RUN - 1)
     )
     in_sum = noise_law.hidden_bias(
-        **common,
-        sigma_ind=plan.sigma_ind,
-        sigma_cor=plan.sigma_cor,
-        false_alarm=values.false_alarm / 2,
-        rounds=rounds,
+        **common, false_alarm=values.false_alarm / 2, multiple=noise_law.of_sum_of_momenta(MOMENTUM, RUN - 1)
     )
     return {
         "caf_noise_aware": f / n * in_round.detected,
@@ -217,8 +265,8 @@ def moves_the_mean(values: Any, threat_model: str, n: int, f: int, d: int) -> di
 
 def advice(values: Any, show: progress.Progress) -> str:
     lines = [
-        f"  epsilon 27.8, 30 rounds, momentum 0.85, C = {values.clip_norm:g}: a hidden bias moves the mean",
-        "  by (length; training is safe well below C)",
+        f"  epsilon 27.8, {RUN} rounds, momentum {MOMENTUM:g}, C = {values.clip_norm:g}: a hidden bias moves",
+        "  the mean by (length; training is safe well below C)",
         f"  {'n':>5} {'f':>4} {'d':>11}   {'SecLDP: aware':>13} {'history':>8} {'spectral':>8}   "
         f"{'ByzLDP: aware':>13} {'history':>8} {'spectral':>8}",
     ]
@@ -246,7 +294,7 @@ def picture(values: Any) -> Figure:
     styles = {
         "caf_noise_aware": ("#0072B2", "-", "caf_noise_aware"),
         "caf_history": ("#D55E00", "--", "caf_history"),
-        "spectral": ("#555555", ":", "spectral threshold, sums of 30 rounds"),
+        "spectral": ("#555555", ":", "spectral threshold, sums of a run"),
     }
     dims = np.geomspace(1e3, 1e7, 40)
     panels = figure.subplots(1, 2, sharey=True)
@@ -266,7 +314,7 @@ def picture(values: Any) -> Figure:
 
 
 def cost(values: Any, show: progress.Progress) -> str:
-    n, f, momentum = 100, 5, 0.85
+    n, f = 100, 5
     noise: dict[str, Any] = {"sigma_ind": 0.0, "sigma_cor": 0.6, "clip_norm": 2.25}
     rng = np.random.default_rng(values.seed)
     momenta: list[Array] = []
@@ -274,7 +322,7 @@ def cost(values: Any, show: progress.Progress) -> str:
         for _ in range(ROUNDS):
             z = rng.standard_normal((n, PARAMETERS), np.float32)
             raw = jnp.asarray(0.6 * math.sqrt(n) * (z - z.mean(0)))
-            momenta.append((1 - momentum) * raw + (momentum * momenta[-1] if momenta else 0))
+            momenta.append((1 - MOMENTUM) * raw + (MOMENTUM * momenta[-1] if momenta else 0))
 
     def rounds(apply: Callable[[Any, Array], Any], state: Any) -> float:
         """Seconds of a round, the mean of all."""
@@ -289,7 +337,7 @@ def cost(values: Any, show: progress.Progress) -> str:
     plain = jax.jit(aggregators.caf(f))
     calls: dict[str, Callable[[], float]] = {"caf": lambda: rounds(lambda _, x: (plain(x), ()), ())}
     for name, make in aggregators.OVER_ROUNDS.items():
-        rule = make(f, momentum=momentum, **noise)
+        rule = make(f, momentum=MOMENTUM, **noise)
         apply = jax.jit(rule.apply, donate_argnums=0)
 
         def call(rule: aggregators.StatefulRule = rule, apply: Callable[..., Any] = apply) -> float:

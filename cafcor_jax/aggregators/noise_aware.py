@@ -310,8 +310,7 @@ def _over_rounds(noise: _Noise, momentum: float, every: int | None) -> StatefulR
     remembers = every is not None and not noise.without_law
 
     def variance(round_index: Array) -> Array:
-        t = round_index.astype(np.float64)
-        return (1 - momentum) / (1 + momentum) * (1 - jnp.asarray(momentum, np.float64) ** (2 * t))
+        return noise_law.of_momentum(momentum, round_index.astype(np.float64)).variance
 
     def init(updates: Updates) -> _History:
         if not remembers:
@@ -319,14 +318,6 @@ def _over_rounds(noise: _Noise, momentum: float, every: int | None) -> StatefulR
         n = num_workers(updates)
         total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), updates)
         return _History(jnp.int32(0), _Memory(total, jnp.zeros((n, n), jnp.float32), jnp.int32(0)))
-
-    def of_sum(round_index: Array) -> tuple[Array, Array]:
-        """The variance and the signal of m_1 + ... + m_t, in which round s counts 1 - beta^(t-s+1) times."""
-        t = round_index.astype(np.float64)
-        power = jnp.asarray(momentum, np.float64) ** t
-        once = momentum / (1 - momentum) * (1 - power)  # the sum of beta^1 to beta^t
-        of_squares = momentum**2 / (1 - momentum**2) * (1 - power**2)
-        return t - 2 * once + of_squares, t - once
 
     def views(state: _History, updates: Updates) -> list[Updates]:
         if not state.memory:
@@ -362,8 +353,9 @@ def _over_rounds(noise: _Noise, momentum: float, every: int | None) -> StatefulR
             return spectral_filter(products, f).weights, nobody
         evidence = [_evidence(products, noise, variance(state.round))]
         if of_sums is not None:
-            products_of_sums, t = of_sums
-            evidence.append(_evidence(products_of_sums.astype(np.float64), noise, *of_sum(t)))
+            of_these, t = of_sums
+            multiple = noise_law.of_sum_of_momenta(momentum, t.astype(np.float64))
+            evidence.append(_evidence(of_these.astype(np.float64), noise, *multiple))
         verdict = noise_law.judge(evidence, law, f)
         return _weigh(products, verdict, law, variance(state.round), f), verdict
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -146,6 +146,42 @@ def limits(noise: np.ndarray, dimension: int, num_byzantine: int, false_alarm: f
     )
 
 
+class Multiple(NamedTuple):
+    """A sum of noisy gradients, by what it has of them."""
+
+    variance: Any
+    """How many times the covariance of the noise of one."""
+    signal: Any
+    """How many times the length of what is under the noise of one, if it is the same in all."""
+
+
+ONE_GRADIENT = Multiple(1.0, 1.0)
+
+
+def of_momentum(momentum: float, rounds: Any) -> Multiple:
+    """m_t = (1 - beta) sum_s beta^(t-s) r_s, of t noisy gradients r_s.
+
+    Example:
+      >>> print(of_momentum(0.0, 7), of_momentum(0.5, 1))
+      Multiple(variance=1.0, signal=1.0) Multiple(variance=0.25, signal=0.5)
+    """
+    power = momentum**rounds
+    return Multiple((1 - momentum) / (1 + momentum) * (1 - power**2), 1 - power)
+
+
+def of_sum_of_momenta(momentum: float, rounds: Any) -> Multiple:
+    """m_1 + ... + m_t = sum_s (1 - beta^(t-s+1)) r_s: all count fully but the last few.
+
+    Example:
+      >>> print(of_sum_of_momenta(0.0, 7), of_sum_of_momenta(0.5, 1))
+      Multiple(variance=7.0, signal=7.0) Multiple(variance=0.25, signal=0.5)
+    """
+    power = momentum**rounds
+    powers = momentum / (1 - momentum) * (1 - power)  # beta + ... + beta^t
+    squares = momentum**2 / (1 - momentum**2) * (1 - power**2)
+    return Multiple(rounds - 2 * powers + squares, rounds - powers)
+
+
 class HiddenBias(NamedTuple):
     """How long a bias of f workers can be before it shows."""
 
@@ -173,17 +209,17 @@ def hidden_bias(
     sigma_cor: float,
     clip_norm: float = 0.0,
     false_alarm: float = 1e-3,
-    rounds: int = 1,
+    multiple: Multiple = ONE_GRADIENT,
 ) -> HiddenBias:
     """The length that a bias common to f workers, hidden under the noise they owe, can have unseen.
 
-    With nu = sigma_ind^2 + n sigma_cor^2 and sums over t rounds, in which noise has t times the variance and
-    the bias a length of t b:
+    With nu = sigma_ind^2 + n sigma_cor^2, and v times the variance of noise and s times the bias in what is
+    looked at:
 
-    * spectral: b^2 (f (1 - f/n) / nu + f^2 / (n sigma_ind^2)) = sqrt(n d) / t;
-    * in a group: t (nu - f sigma_cor^2) d + f (t b)^2 is the square of the group's limit;
-    * along the mean: the mean moves by f b / n beside noise of length sqrt(t sigma_ind^2 d / n), and each of
-      the f workers stands out along it by t b times the cosine.
+    * spectral: (s b)^2 (f (1 - f/n) / nu + f^2 / (n sigma_ind^2)) = v sqrt(n d);
+    * in a group: v (nu - f sigma_cor^2) d + f (s b)^2 is the square of the group's limit;
+    * along the mean: the mean moves by s f b / n beside noise of length sqrt(v sigma_ind^2 d / n), and each
+      of the f workers stands out along it by s b times the cosine.
 
     A mean of n messages is then moved by f b / n.
 
@@ -195,7 +231,7 @@ def hidden_bias(
       sigma_cor: of a pair's noise of one round.
       clip_norm: C.
       false_alarm: as for `limits`.
-      rounds: t, over which messages are summed.
+      multiple: what is looked at, of noisy gradients; one of them unless given.
 
     Example:
       >>> settings = dict(num_workers=100, num_byzantine=5, dimension=431_080, sigma_ind=0.0, sigma_cor=0.6)
@@ -203,25 +239,26 @@ def hidden_bias(
       >>> print(f"{found.spectral:.0f} {found.in_group:.0f} {found.along_mean:.0f}")
       223 293 30
     """
-    n, f, d, t = num_workers, num_byzantine, dimension, rounds
+    n, f, d = num_workers, num_byzantine, dimension
+    v, s = multiple
     nu = sigma_ind**2 + n * sigma_cor**2
     noise = covariance(n, sigma_ind, sigma_cor)
     law = limits(noise, d, f, false_alarm)
     excess = f * (1 - f / n) / nu + (f**2 / (n * sigma_ind**2) if sigma_ind > 0 else 0)
     # Of the f together, in which what they share with one another cancels.
-    common = nu - f * sigma_cor**2
-    longest = math.sqrt(t * common) * law.group_length + t * clip_norm * math.sqrt(f)
+    common = v * (nu - f * sigma_cor**2)
+    longest = math.sqrt(common) * law.group_length + s * clip_norm * math.sqrt(f)
     # Along the mean: less the mean itself, if that has noise.
     own = 1 - f / n if sigma_ind > 0 else 1.0
-    reach = math.sqrt(t * (noise[0, 0] - sigma_ind**2 / n)) * law.mean_reach
-    reach += t * clip_norm * (2 if sigma_ind > 0 else 1)
-    # t b own cos = reach, with cos^2 = (t f b / n)^2 / ((t f b / n)^2 + rest): a quadratic equation in b^2.
-    rest = t * sigma_ind**2 * d / n
-    moved, ratio = (t * f / n) ** 2, (reach / (t * own)) ** 2
+    reach = math.sqrt(v * (noise[0, 0] - sigma_ind**2 / n)) * law.mean_reach
+    reach += s * clip_norm * (2 if sigma_ind > 0 else 1)
+    # s b own cos = reach, with cos^2 = (s f b / n)^2 / ((s f b / n)^2 + rest): a quadratic equation in b^2.
+    rest = v * sigma_ind**2 * d / n
+    moved, ratio = (s * f / n) ** 2, (reach / (s * own)) ** 2
     square = (ratio * moved + math.sqrt((ratio * moved) ** 2 + 4 * moved * ratio * rest)) / (2 * moved)
     return HiddenBias(
-        spectral=math.sqrt(math.sqrt(n * d) / (t * excess)),
-        in_group=math.sqrt((longest**2 - t * common * d) / f) / t,
+        spectral=math.sqrt(v * math.sqrt(n * d) / excess) / s,
+        in_group=math.sqrt((longest**2 - common * d) / f) / s,
         along_mean=math.sqrt(square),
     )
 

@@ -303,14 +303,37 @@ def test_the_largest_hidden_bias_is_as_computed(ind, cor, first):
 SETTINGS = {"num_workers": 100, "num_byzantine": 5, "dimension": 431_080, "sigma_ind": 0.0, "sigma_cor": 0.6}
 
 
-def test_hidden_bias_over_rounds():
+def test_hidden_bias_in_sums():
     """Steady over t rounds, a bias is found when it is shorter by sqrt(t), but for what signals may add."""
     one = noise_law.hidden_bias(**SETTINGS)
-    many = noise_law.hidden_bias(**SETTINGS, rounds=25)
+    summed = noise_law.of_sum_of_momenta(0.0, 25)
+    many = noise_law.hidden_bias(**SETTINGS, multiple=summed)
     np.testing.assert_allclose(np.array(one) / np.array(many), 5, rtol=1e-9)
-    clipped = noise_law.hidden_bias(**SETTINGS, rounds=25, clip_norm=2.25)
+    clipped = noise_law.hidden_bias(**SETTINGS, multiple=summed, clip_norm=2.25)
     assert many.in_group < clipped.in_group < one.in_group
     np.testing.assert_allclose(clipped.along_mean, many.along_mean + 2.25, rtol=1e-9)
+
+
+def test_hidden_bias_depends_on_noise_and_bias_by_their_ratio_only():
+    multiple = noise_law.Multiple(7.0, 3.0)
+    settings = SETTINGS | {"sigma_ind": 0.3, "clip_norm": 0.0}
+    found = noise_law.hidden_bias(**settings, multiple=multiple)
+    scaled = {name: math.sqrt(7) / 3 * settings[name] for name in ("sigma_ind", "sigma_cor")}
+    np.testing.assert_allclose(found, noise_law.hidden_bias(**(settings | scaled)), rtol=1e-9)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.85])
+@pytest.mark.parametrize("rounds", [1, 2, 29])
+def test_how_much_of_gradients_momenta_and_their_sums_have(beta, rounds):
+    parts = np.zeros((rounds + 1, rounds))  # row t: how often each gradient is in m_t
+    for t in range(rounds):
+        parts[t + 1] = beta * parts[t]
+        parts[t + 1, t] += 1 - beta
+    for found, part in (
+        (noise_law.of_momentum(beta, rounds), parts[-1]),
+        (noise_law.of_sum_of_momenta(beta, rounds), parts.sum(0)),
+    ):
+        np.testing.assert_allclose(found, [np.sum(part**2), np.sum(part)], rtol=1e-12)
 
 
 def test_the_spectral_threshold_is_that_of_the_whitened_spike():
