@@ -12,6 +12,9 @@ Parts:
   advice  what such a bias moves the mean by, against the clipping norm, at equal privacy over n, d and f;
           with --plot also as a picture
   cost    seconds of CAF and of both rules on messages of 431,080 coordinates, in turns
+  matrix  final accuracies of every defence under every attack, from --results: the results.csv of a sweep
+          (configs/sweeps/defence.cfg), or docs/data/defence.csv, which is what was run; with --plot also as a
+          picture
 
 Examples:
   python scripts/defence.py --part=alarms
@@ -19,8 +22,10 @@ Examples:
   python scripts/defence.py --part=hidden --summed=29
   python scripts/defence.py --part=advice --plot=runs/hidden_bias.png
   python scripts/defence.py --part=cost
+  python scripts/defence.py --part=matrix --results=runs/defence/results.csv --plot=runs/defence.png
 """
 
+import csv
 import functools
 import math
 import sys
@@ -61,9 +66,7 @@ SHORT = 100_000
 
 def read_flags(argv: Sequence[str]) -> Any:
     values = flags.FlagValues()
-    flags.DEFINE_enum(
-        "part", None, ["alarms", "hidden", "advice", "cost"], "What to measure.", flag_values=values
-    )
+    flags.DEFINE_enum("part", None, list(PARTS), "What to measure.", flag_values=values)
     flags.DEFINE_integer("rounds", 10_000, "Honest rounds.", lower_bound=1, flag_values=values)
     flags.DEFINE_integer(
         "draws", 20, "Rounds for each bias that is tried.", lower_bound=1, flag_values=values
@@ -74,7 +77,10 @@ def read_flags(argv: Sequence[str]) -> Any:
     flags.DEFINE_float("false_alarm", 1e-3, "The stated chance.", 1e-12, 0.5, flag_values=values)
     flags.DEFINE_float("clip_norm", 2.25, "The greatest length of a signal.", 0.0, flag_values=values)
     flags.DEFINE_integer("repeats", 7, "Timed calls of each rule.", lower_bound=1, flag_values=values)
-    flags.DEFINE_string("plot", None, "Where the picture of --part=advice goes.", flag_values=values)
+    flags.DEFINE_string(
+        "plot", None, "Where the picture of --part=advice or matrix goes.", flag_values=values
+    )
+    flags.DEFINE_string("results", "docs/data/defence.csv", "Table of --part=matrix.", flag_values=values)
     flags.DEFINE_integer("seed", 1, "Of the draws.", flag_values=values)
     if any(arg in cli.HELP for arg in argv[1:]):
         print(__doc__)
@@ -86,7 +92,7 @@ def read_flags(argv: Sequence[str]) -> Any:
     if rest[1:]:
         raise UserError(f"{rest[1]!r} is not a flag: see --help.")
     if values.part is None:
-        raise UserError("--part is not given: say alarms, hidden, advice or cost.")
+        raise UserError(f"--part is not given: say one of {', '.join(PARTS)}.")
     return values
 
 
@@ -357,16 +363,105 @@ def cost(values: Any, show: progress.Progress) -> str:
     )
 
 
+def finals(path: str) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Final accuracies in percent, by panel, attack and defence."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise UserError(f"results={path} cannot be read: {error.strerror}.") from None
+    lacking = {"panel", "curve", "attack", "seed", "final_accuracy"} - set(rows[0] if rows else [])
+    if lacking:
+        raise UserError(
+            f"results={path} has no column {', '.join(sorted(lacking))}: it must be the results.csv of a "
+            "sweep with panels and curves over attacks and seeds."
+        )
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for row in rows:
+        of_attack = found.setdefault(row["panel"], {}).setdefault(row["attack"], {})
+        accuracies = of_attack.setdefault(row["curve"], [])
+        if row["final_accuracy"]:
+            accuracies.append(100 * float(row["final_accuracy"]))
+    return found
+
+
+def matrix(values: Any, show: progress.Progress) -> str:
+    found = finals(values.results)
+    lines = ["  final test accuracy (%), mean +- standard deviation over (seeds)"]
+    for panel, of_attacks in found.items():
+        attacks = [attack for attack, cells in of_attacks.items() if any(cells.values())]
+        lines += ["", f"| {panel} | " + " | ".join(attacks) + " |", "|---" * (len(attacks) + 1) + "|"]
+        for defence in next(iter(of_attacks.values())):
+            cells = [cell(of_attacks[attack].get(defence, [])) for attack in attacks]
+            lines.append(f"| {defence} | " + " | ".join(cells) + " |")
+    if values.plot:
+        path = Path(values.plot)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with show.phase("drawing"):
+            plotting.save(matrix_picture(found), path)
+        lines += ["", f"  picture: {path}"]
+    return "\n".join(lines)
+
+
+def cell(accuracies: Sequence[float]) -> str:
+    if not accuracies:
+        return ""
+    spread = f" +- {np.std(accuracies, ddof=1):.1f}" if len(accuracies) > 1 else ""
+    return f"{np.mean(accuracies):.1f}{spread} ({len(accuracies)})"
+
+
+def matrix_picture(found: dict[str, dict[str, dict[str, list[float]]]]) -> Figure:
+    """One map for each panel: defences down, attacks across."""
+    attacks = list(
+        dict.fromkeys(
+            name for panel in found.values() for name, cells in panel.items() if any(cells.values())
+        )
+    )
+    defences = list(
+        dict.fromkeys(name for panel in found.values() for cells in panel.values() for name in cells)
+    )
+    figure = Figure(
+        figsize=(2.2 + 2 * (0.6 + 0.75 * len(attacks)), 1.6 + 2 * 0.32 * len(defences)), layout="constrained"
+    )
+    panels = figure.subplots(2, -(-len(found) // 2), sharex=True, sharey=True, squeeze=False)
+    for axes in panels.flat[len(found) :]:
+        axes.set_visible(False)
+    for axes, (title, of_attacks) in zip(panels.flat, found.items(), strict=False):
+        means = np.full((len(defences), len(attacks)), np.nan)
+        for i, j in np.ndindex(*means.shape):
+            accuracies = of_attacks.get(attacks[j], {}).get(defences[i], [])
+            if accuracies:
+                means[i, j] = np.mean(accuracies)
+                colour = "white" if means[i, j] < 55 else "black"
+                axes.text(j, i, f"{means[i, j]:.0f}", ha="center", va="center", color=colour, fontsize=8)
+            else:
+                axes.text(j, i, "not run", ha="center", va="center", color="#777777", fontsize=6)
+        mesh = axes.imshow(means, cmap="cividis", vmin=0, vmax=100, aspect="auto")
+        axes.set_title(title, fontsize=10)
+        axes.set_xticks(range(len(attacks)), attacks, rotation=35, ha="right", fontsize=8)
+        axes.set_yticks(range(len(defences)), defences, fontsize=8)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    figure.colorbar(mesh, ax=panels, shrink=0.8).set_label(
+        "final test accuracy (%), mean over seeds", fontsize=8
+    )
+    return figure
+
+
+# Parts, by name.
+PARTS: dict[str, Callable[[Any, progress.Progress], str]] = {
+    "alarms": alarms,
+    "hidden": hidden,
+    "advice": advice,
+    "cost": cost,
+    "matrix": matrix,
+}
+
+
 def main(argv: Sequence[str]) -> None:
     values = read_flags(argv)
     show = progress.automatic()
-    parts: dict[str, Callable[[Any, progress.Progress], str]] = {
-        "alarms": alarms,
-        "hidden": hidden,
-        "advice": advice,
-        "cost": cost,
-    }
-    show.log("\n" + parts[values.part](values, show))
+    show.log("\n" + PARTS[values.part](values, show))
 
 
 if __name__ == "__main__":

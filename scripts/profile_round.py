@@ -93,7 +93,7 @@ def main(cfg: config.Config) -> None:
         rows[: n - f],
     )
     later = state._replace(round=jnp.int32(1))
-    # Those that know the server's memory, or hide under noise, have no part of their own: they are in the round.
+    # Those that know the server's memory, or hide under noise, are timed with the round only.
     if f and not isinstance(run.attack, attacks.adaptive.AgainstRound | attacks.ProtocolAttack):
         parts["attack"] = best_of(functools.partial(run.attack, key, num_byzantine=f), honest)
     parts["aggregation"] = best_of(lambda s, m: judge(run.aggregator, s, m), later.server, messages)

@@ -176,7 +176,7 @@ def both(mesh, **changes):
         {"aggregator": aggregators.multi_krum(2), "attack": attacks.label_flip(33)},
         {
             "aggregator": aggregators.caf_history(
-                2, momentum=0.8, sigma_ind=PLAN.sigma_ind, sigma_cor=PLAN.sigma_cor, clip_norm=0.5
+                2, momentum=0.8, sigma_ind=PLAN.sigma_ind, sigma_cor=PLAN.sigma_cor, clip_norm=0.5, every=2
             ),
             "attack": attacks.bias(3.0),
             "noise_mode": "projected",
