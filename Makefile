@@ -52,7 +52,7 @@ notebooks: install-dev
 
 # pytest comes last, so that its summary is the last line printed.
 test: lint
-	@$(VPYTHON) -m pytest -n 2 $(PYTEST_ARGS)
+	@$(VPYTHON) -m pytest -n 2 --dist=worksteal $(PYTEST_ARGS)
 
 lint: install-dev
 	@$(VPYTHON) -m ruff check --quiet .

@@ -102,6 +102,7 @@ def execute(path: Path, *, smoke: bool = False) -> Any:
             environment |= {
                 "CAFCOR_SMOKE": "1",
                 "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+                "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
                 "JAX_COMPILATION_CACHE_DIR": f"{folder}/.xla",
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
             }

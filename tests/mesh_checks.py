@@ -1,4 +1,4 @@
-"""What `test_sharding.py` runs in a process of its own, with eight devices."""
+"""What `test_sharding.py` runs in a process of its own, with eight devices, all compiled quickly."""
 
 import functools
 import json
@@ -36,11 +36,6 @@ from tests.aggregators.test_conformance import RULES
 from tests.compiling import fast_jit
 
 N, F = 12, 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="module")

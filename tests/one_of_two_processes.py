@@ -5,8 +5,6 @@ Arguments: process id, processes, port of the coordinator, devices of each, work
 
 import sys
 
-import jax
-
 from cafcor_jax import experiment, hosts
 from cafcor_jax.config import Config
 from cafcor_jax.progress import Silent
@@ -16,7 +14,6 @@ from tests import tiny
 def main(process_id, num_processes, port, devices, workdir):
     if num_processes > 1:
         hosts.join(f"localhost:{port}", num_processes, process_id)
-    jax.config.update("jax_disable_most_optimizations", True)
     experiment.models.cnn = tiny.model
     experiment.data.load = lambda *args, **kwargs: tiny.DATASET
     config = Config(

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from cafcor_jax import (
     privacy,
     secrets,
 )
+from tests.compiling import compiled_quickly, fast_jit, usual_jit  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 N, F, M, B = 6, 2, 9, 4
 H = N - F
@@ -76,13 +80,17 @@ def clipped_mean_gradients(params, data):
     return rows * np.minimum(1, CLIP / np.linalg.norm(rows, axis=1))[:, None]
 
 
+@functools.cache
+def jit_row(size, sigma):
+    return jax.jit(lambda own, i, round_index: noise.pairwise_row(own, i, round_index, size, sigma))
+
+
 def noise_rows(key, round_index, plan, size):
     """The noise as separate workers would draw it, each from its own secrets."""
     _, pairs, own, _ = jax.random.split(key, 4)
     matrix = secrets.key_matrix(pairs, N)
-    rows = np.stack(
-        [np.asarray(noise.pairwise_row(matrix[i], i, round_index, size, plan.sigma_cor)) for i in range(H)]
-    )
+    row = jit_row(size, plan.sigma_cor)
+    rows = np.stack([np.asarray(row(matrix[i], i, round_index)) for i in range(H)])
     return rows + np.asarray(
         noise.independent(jax.random.split(own, N)[:H], round_index, size, plan.sigma_ind)
     )
@@ -388,9 +396,10 @@ def test_on_the_grid_messages_are_whole_steps_and_pairs_cancel_bitwise(params, d
 
     sent = steps(state.momentum)
     streams = federation._streams(key)
-    own = np.asarray(grid.independent(jax.random.split(streams.own, N)[:H], 1, size, private.sigma_ind, bits))
-    row = jax.jit(lambda own, i: grid.pairwise_row(own, i, 1, size, private.sigma_cor, bits, private.graph))
-    pair_keys = secrets.key_matrix(streams.pairs, N)
+    independent = usual_jit(lambda keys: grid.independent(keys, 1, size, private.sigma_ind, bits))
+    own = np.asarray(independent(jax.random.split(streams.own, N)[:H]))
+    row = usual_jit(lambda own, i: grid.pairwise_row(own, i, 1, size, private.sigma_cor, bits, private.graph))
+    pair_keys = fast_jit(secrets.key_matrix, static_argnums=1)(streams.pairs, N)
     pairs = np.stack([row(pair_keys[i], i) for i in range(N)])
     assert not pairs.astype(np.int64).sum(axis=0).any()
     gradient = sent - own - pairs[:H]
@@ -454,10 +463,10 @@ def test_a_bias_without_a_length_is_searched_in_every_round(params, data):
     without = make(private, attack=attacks.bias(0.0), aggregator=rule)
     key = jax.random.key(7)
     state = searched.init(params)
-    state, _ = jax.jit(searched.step)(key, state, data)
+    state, _ = usual_jit(searched.step)(key, state, data)
     assert all(not leaf.any() for leaf in jax.tree.leaves(state.momentum))  # round 0 sends nothing
-    base = jax.jit(without.step)(key, state, data)[0].momentum
-    sent = jax.jit(searched.step)(key, state, data)[0].momentum
+    base = usual_jit(without.step)(key, state, data)[0].momentum
+    sent = usual_jit(searched.step)(key, state, data)[0].momentum
     mean = clipped_mean_gradients(state.params, data).mean(0)
     rows = [
         np.concatenate([np.asarray(tree[k]).reshape(N, -1) for k in ("b", "w")], axis=1)

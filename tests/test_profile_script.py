@@ -12,6 +12,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "profile_round.py"
 def test_every_part_is_timed(tmp_path):
     flags = "--dataset=synthetic --num_workers=4 --num_byzantine=1 --batch_size=4 --repeats=1".split()
     environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1]), "CAFCOR_JAX_DATA": str(tmp_path)}
+    environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
     done = subprocess.run(
         [sys.executable, SCRIPT, *flags], capture_output=True, text=True, check=True, env=environment
     )

@@ -21,7 +21,8 @@ def start(*arguments, devices):
     environment |= {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_cpu_use_fusion_emitters=false",
     }
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],

@@ -7,6 +7,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from cafcor_jax import experiment, models
 from cafcor_jax.data import synthetic
+from tests.compiling import quickly
 
 DATASET = synthetic.generate(num_train=400, num_test=100)
 
@@ -40,14 +41,15 @@ def configure(settings):
 def compile_once(tmp_path_factory):
     """Nearly all runs of a file are the same program: later ones take it from the cache, as a user's do.
 
-    It is compiled in half the time: these tests are of what is around the program.
+    It is compiled quickly: these tests are of what is around the program.
     """
     settings = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("xla")),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_disable_most_optimizations": True,
     }
     before = {name: jax.config.values[name] for name in settings}
     configure(settings)
-    yield
+    with quickly():
+        yield
     configure(before)
+    jax.clear_caches()
