@@ -13,6 +13,9 @@ from scipy import stats
 from cafcor_jax import aggregators, attacks, audit, privacy
 from cafcor_jax.audit import Faults
 from cafcor_jax.federation import Data, federation
+from tests.compiling import compiled_quickly  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 SMALL = {"num_workers": 5, "num_byzantine": 2, "rounds": 1, "epsilon": 2.0, "delta": 0.01}
 

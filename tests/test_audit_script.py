@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from cafcor_jax import audit, cli
+from tests.compiling import compiled_quickly  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "audit.py"
 

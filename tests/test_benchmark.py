@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from cafcor_jax import cli
+from tests.compiling import compiled_quickly  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark.py"
 SMALL = ("--n=6", "--f=1", "--dims=2000", "--repeats=1", "--nomemory", "--nopeers")

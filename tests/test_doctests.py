@@ -7,6 +7,9 @@ import pkgutil
 import pytest
 
 import cafcor_jax
+from tests.compiling import compiled_quickly  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 MODULES = [
     info.name for info in pkgutil.walk_packages(cafcor_jax.__path__, "cafcor_jax.") if "tfds" not in info.name

@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from absl import flags
+
+from cafcor_jax import cli, config, experiment, progress
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
@@ -130,9 +133,17 @@ def test_killed_then_resumed_is_the_same_as_never_killed(tmp_path, command):
         (["--workdir=/dev/null/run"], ["/dev/null/run", "cannot be written"]),
     ],
 )
-def test_bad_input_is_one_sentence(tmp_path, command, arguments, words):
+def test_bad_input_is_one_sentence(tmp_path, capfd, arguments, words):
+    """In this process, from the command line to the exit status; below and above are processes that fail."""
     workdir = tmp_path / "run"
-    assert_one_sentence(finish(command(f"--workdir={workdir}", *arguments)), *words)
+    values = flags.FlagValues()
+    config.define_flags(values)
+    command_line = ["train.py", *SMALL, f"--workdir={workdir}", *arguments]
+
+    def train():
+        experiment.run(cli.parse_flags(command_line, values), progress=progress.automatic())
+
+    assert_one_sentence((cli.status(train), *capfd.readouterr()), *words)
     assert not workdir.exists() or content(workdir) == {workdir / ".cafcor.lock": b""}
 
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from cafcor_jax import aggregators, attacks
-from tests.compiling import fast_jit
+from tests.compiling import compiled_quickly, fast_jit  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 H, F, D = 6, 3, 4000
 KEY = jax.random.key(0)
@@ -19,7 +21,7 @@ NAMES = [
 
 @functools.cache
 def compiled(name, factor=20.0):
-    return jax.jit(attacks.BY_NAME[name](factor), static_argnums=2)
+    return fast_jit(attacks.BY_NAME[name](factor), static_argnums=2)
 
 
 def sent(name, x, round_index=1, key=KEY):
@@ -213,12 +215,14 @@ def test_the_search_finds_the_push_that_gets_through(name):
         assert got.distance - at_zero >= 0.85 * (best - at_zero)
     # What is claimed is what the rule does with these messages.
     sent = jnp.asarray(x).at[-NUM_BAD:].add(got.factor * direction)
-    aggregate = rule.apply(state, sent)[0].aggregate if name in ("aware", "history") else rule(sent)
+    stateful = name in ("aware", "history")
+    aggregate = fast_jit(rule.apply)(state, sent)[0].aggregate if stateful else rule(sent)
     unit = direction.sum(0) / np.linalg.norm(direction.sum(0))
     np.testing.assert_allclose(got.distance, aggregate @ unit, rtol=1e-3, atol=1e-3)
 
 
 def test_nothing_to_push_along():
     x, direction = noisy_messages(50)
-    got = attacks.best_push(aggregators.caf(NUM_BAD), (), jnp.asarray(x), jnp.zeros_like(direction))
+    search = fast_jit(functools.partial(attacks.best_push, aggregators.caf(NUM_BAD), ()))
+    got = search(jnp.asarray(x), jnp.zeros_like(direction))
     assert got.factor == 0 and got.distance == 0
