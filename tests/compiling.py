@@ -24,21 +24,33 @@ usual_jit = functools.partial(jax.jit, compiler_options=AS_USERS)
 
 
 @contextlib.contextmanager
-def quickly():
-    """Compiles as `fast_jit` does, what the library compiles by itself and what is outside of `jit` too."""
+def compiled_with(of_session):
+    """For what the library compiles by itself and what is outside of `jit` too; options of a `jit` win."""
     usual = compiler.get_compile_options
 
     def options(*args, env_options_overrides=None, **kwargs):
-        return usual(*args, env_options_overrides=OPTIONS | (env_options_overrides or {}), **kwargs)
+        return usual(*args, env_options_overrides=of_session | (env_options_overrides or {}), **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "get_compile_options", options)
         yield
+    jax.clear_caches()  # none of these programs is left to the next test
+
+
+#: Compiles all as `fast_jit` does.
+quickly = functools.partial(compiled_with, OPTIONS)
 
 
 @pytest.fixture(scope="module")
 def compiled_quickly():
-    """`quickly` for all of a file, and none of its programs is left to the next one."""
+    """`quickly` for all of a file."""
     with quickly():
         yield
+
+
+@pytest.fixture
+def compiled_as_users():
+    """Not `quickly`, for one test of such a file: where bits are the same in the programs of users alone."""
     jax.clear_caches()
+    with compiled_with(AS_USERS):
+        yield

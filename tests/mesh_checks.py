@@ -33,7 +33,7 @@ from cafcor_jax.spread import first_column, spread_over
 from cafcor_jax.workdir import read_metrics
 from tests import tiny
 from tests.aggregators.test_conformance import RULES
-from tests.compiling import fast_jit
+from tests.compiling import fast_jit, usual_jit
 
 N, F = 12, 2
 
@@ -120,7 +120,7 @@ def test_noise_of_columns_is_the_same_to_the_bit(mesh):
     spread = jax.shard_map(
         of_device, mesh=mesh, in_specs=(), out_specs=P(None, sharding.ALL), check_vma=False
     )
-    many, one = jax.jit(spread)(), jax.jit(functools.partial(draw, d, 0))()
+    many, one = usual_jit(spread)(), usual_jit(functools.partial(draw, d, 0))()
     for name, rows in one.items():
         np.testing.assert_array_equal(many[name], rows, err_msg=name)
 

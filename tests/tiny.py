@@ -52,4 +52,3 @@ def compile_once(tmp_path_factory):
     with quickly():
         yield
     configure(before)
-    jax.clear_caches()

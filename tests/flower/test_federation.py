@@ -17,6 +17,7 @@ from cafcor_jax.flower import identity, messages, server, settings
 from cafcor_jax.flower import worker as worker_module
 from cafcor_jax.flower.worker import Worker, read_memory, simulation_keys
 from tests import tiny
+from tests.compiling import compiled_as_users  # noqa: F401 (a fixture)
 from tests.flower import fake
 from tests.flower.fake import QUICK, altered, altered_arrays, grid_of, make, only_in
 from tests.tiny import compile_once  # noqa: F401 (a fixture)
@@ -104,6 +105,7 @@ def test_the_federation_is_the_simulation(tmp_path, changes):
     )
 
 
+@pytest.mark.usefixtures("compiled_as_users")
 @pytest.mark.parametrize("bits", [None, 15])
 def test_a_worker_draws_its_row_of_the_noise_to_the_bit(bits):
     """From its own keys alone, and over all workers the shared part cancels."""
