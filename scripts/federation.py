@@ -1,17 +1,21 @@
 """A whole federation on this machine: a SuperLink, workers with their SuperNodes, and a run over them.
 
-All of it is on 127.0.0.1, on free ports, in processes that end with this one. In the end the result stands
-beside that of a simulation with the very keys that the workers agreed on, which on one machine can be read.
-The same command again goes on with a run that was stopped.
+All of it is on 127.0.0.1, with TLS, on free ports, in processes that end with this one; a worker or SuperNode
+that ends before is started again. In the end the result stands beside that of a simulation with the very keys
+that the workers agreed on, which on one machine can be read. The same command again goes on with a run that
+was stopped.
 
 Examples:
   python scripts/federation.py --flagfile=configs/federation.cfg
   python scripts/federation.py --flagfile=configs/federation.cfg --seed=2 --nocompare
+  python scripts/federation.py --flagfile=configs/federation.cfg --virtual   # on Flower's own simulation
 """
 
 import contextlib
+import importlib.util
 import json
 import os
+import queue
 import re
 import shutil
 import signal
@@ -19,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,12 +35,18 @@ from absl import flags
 import cafcor_jax
 from cafcor_jax import cli, config, experiment, privacy, progress
 from cafcor_jax.errors import UserError
-from cafcor_jax.flower import settings
+from cafcor_jax.flower import certificates, settings, virtual
 from cafcor_jax.flower.worker import read_memory, simulation_keys
 
 _COMPARE = flags.DEFINE_boolean("compare", True, "Simulate the run with the same keys, and compare.")
 _ROUND_TIMEOUT = flags.DEFINE_float("round_timeout", 120.0, "Seconds to wait for the answers to a round.")
 _SETUP_TIMEOUT = flags.DEFINE_float("setup_timeout", 240.0, "Seconds to wait for workers in the set-up.")
+_VIRTUAL = flags.DEFINE_boolean(
+    "virtual",
+    False,
+    "Run it on Flower's own simulation: virtual nodes instead of SuperNodes and workers. It needs the extra "
+    "flower_simulation.",
+)
 
 _ROOT = Path(cafcor_jax.__file__).resolve().parent
 _ROUND = re.compile(r"round (\d+)/\d+  accuracy ([\d.]+)%  test loss ([\d.]+|nan|inf)")
@@ -47,6 +58,7 @@ class Children:
     def __init__(self, logs: Path):
         self._logs = logs
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._commands: dict[str, Sequence[str]] = {}
         # Few threads each: there are more processes than cores. What Flower keeps goes beside the logs.
         self._environment = os.environ | {
             "FLWR_HOME": str(logs / "flwr"),
@@ -59,6 +71,7 @@ class Children:
         }
 
     def start(self, name: str, command: Sequence[str], *, pipe: bool = False) -> subprocess.Popen[bytes]:
+        self._commands[name] = command
         with open(self._logs / f"{name}.log", "ab") as log:
             self._running[name] = subprocess.Popen(
                 command,
@@ -70,12 +83,29 @@ class Children:
             )
         return self._running[name]
 
+    def ended(self) -> list[str]:
+        """The names of those that have ended by themselves."""
+        return [name for name, process in self._running.items() if process.poll() is not None]
+
     def check(self) -> None:
         """Raises a UserError if one has ended by itself."""
-        for name, process in self._running.items():
-            if process.poll() is not None and name != "run":
-                log = self._logs / f"{name}.log"
-                raise UserError(f"The process {name} has ended: {_last_error(log)} ({log} has all of it).")
+        for name in self.ended():
+            log = self._logs / f"{name}.log"
+            raise UserError(f"The process {name} has ended: {_last_error(log)} ({log} has all of it).")
+
+    def revive(self, show: progress.Progress) -> None:
+        """Starts workers and SuperNodes again that have ended; raises a UserError if the SuperLink has."""
+        for name in self.ended():
+            if name == "superlink":
+                raise UserError(
+                    f"The process superlink has ended ({_status(self._running[name])}): the same command "
+                    "goes on from the last checkpoint."
+                )
+            if name != "run":
+                show.log(
+                    f"the process {name} has ended ({_status(self._running[name])}) and is started again"
+                )
+                self.start(name, self._commands[name])
 
     def stop(self) -> None:
         """Ends all: the workers' side first, then the SuperLink."""
@@ -109,58 +139,99 @@ def main(cfg: config.Config) -> None:
     show.log(f"privacy        {summary['privacy_of_absences']}")
     show.log("faults         " + ("; ".join(summary["absences"]) or "none"))
     show.log(f"time           {summary['seconds']:.1f} s for {summary['rounds']} rounds")
-    show.log(f"files          {cfg.workdir}; {logs} has the logs, and the workers' secrets in workers/")
+    secret = virtual.folder(cfg, 0).parent if _VIRTUAL.value else logs / "workers"
+    show.log(f"files          {cfg.workdir}; {logs} has the logs, {secret} the workers' secrets")
 
 
 def _run(cfg: config.Config, built: experiment.Experiment, logs: Path, show: progress.Progress) -> None:
     flagfile = logs / "settings.cfg"
     flagfile.write_text(settings.as_flagfile(cfg))
     with _children(logs) as (children, sockets):
-        ports = _free_ports(cfg.num_workers + 1)
-        with show.phase(f"starting a SuperLink and {cfg.num_workers} workers with their SuperNodes"):
-            children.start(
-                "superlink",
-                [
-                    "flower-superlink",
-                    "--insecure",
-                    "--port",
-                    str(ports[0]),
-                    "--disable-runtime-dependency-installation",
-                ],
-            )
-            # One honest and one malicious worker first: the others find their compiled code in the cache.
-            first = {0, cfg.num_workers - 1}
-            for group in (first, set(range(cfg.num_workers)) - first):
-                for worker in sorted(group):
-                    _start_worker(children, cfg, worker, logs, flagfile, sockets)
-                ready = [sockets / str(worker) for worker in group]
-                _wait(lambda ready=ready: all(map(Path.exists, ready)), children, "the workers to be ready")
-            _wait(lambda: _listens(ports[0]), children, "the SuperLink to listen")
-            for worker, port in enumerate(ports[1:]):
-                node = f'worker-socket="{sockets / str(worker)}"'
-                address = ["--superlink", f"127.0.0.1:{ports[0]}", "--port", str(port)]
-                children.start(
-                    f"supernode{worker}", ["flower-supernode", "--insecure", *address, "--node-config", node]
-                )
-        (logs / "flwr").mkdir(exist_ok=True)
-        (logs / "flwr" / "config.toml").write_text(
-            f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{ports[0]}"\n'
-            "insecure = true\n"
-        )
+        run_flags = _start_virtual if _VIRTUAL.value else _start_processes
+        flags_of_run = run_flags(children, cfg, logs, flagfile, sockets, show)
         run = children.start(
             "run",
             [
                 "flwr", "run", str(_ROOT / "flower" / "app"), "here", "--stream", "--run-config",
                 f'flagfile="{flagfile.resolve()}" setup-timeout={_SETUP_TIMEOUT.value} '
                 f"round-timeout={_ROUND_TIMEOUT.value}",
+                *flags_of_run,
             ],
             pipe=True,
         )  # fmt: skip
-        problem = _follow(run, built, logs, show)
+        problem = _follow(run, children, built, logs, show)
         if not (Path(cfg.workdir) / "summary.json").exists():
             raise UserError(
-                problem or f"The run ended without a result: {logs / 'run.log'} has what it said."
+                problem
+                or f"The run ended without a result ({logs / 'run.log'} has what it said): the same command "
+                "goes on from the last checkpoint."
             )
+
+
+def _start_processes(
+    children: Children,
+    cfg: config.Config,
+    logs: Path,
+    flagfile: Path,
+    sockets: Path,
+    show: progress.Progress,
+) -> list[str]:
+    """Starts a SuperLink, workers and SuperNodes; returns what `flwr run` needs to be told beside."""
+    ports = _free_ports(cfg.num_workers + 1)
+    with show.phase(f"starting a SuperLink and {cfg.num_workers} workers with their SuperNodes"):
+        authority = _start_superlink(children, ports[0], logs)
+        # One honest and one malicious worker first: the others find their compiled code in the cache.
+        first = {0, cfg.num_workers - 1}
+        for group in (first, set(range(cfg.num_workers)) - first):
+            for worker in sorted(group):
+                _start_worker(children, cfg, worker, logs, flagfile, sockets)
+            ready = [sockets / str(worker) for worker in group]
+            _wait(lambda ready=ready: all(map(Path.exists, ready)), children, "the workers to be ready")
+        _wait(lambda: _listens(ports[0]), children, "the SuperLink to listen")
+        for worker, port in enumerate(ports[1:]):
+            node = f'worker-socket="{sockets / str(worker)}"'
+            address = ["--superlink", f"127.0.0.1:{ports[0]}", "--port", str(port)]
+            trust = ["--root-certificates", str(authority)]
+            children.start(
+                f"supernode{worker}", ["flower-supernode", *trust, *address, "--node-config", node]
+            )
+    return []
+
+
+def _start_virtual(
+    children: Children,
+    cfg: config.Config,
+    logs: Path,
+    flagfile: Path,
+    sockets: Path,
+    show: progress.Progress,
+) -> list[str]:
+    """Starts a SuperLink that simulates its SuperNodes; returns what `flwr run` needs to be told beside."""
+    del flagfile, sockets
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(
+            "--virtual needs Ray, which is not installed: pip install -c requirements.txt -e "
+            '".[flower_simulation]".'
+        )
+    (port,) = _free_ports(1)
+    with show.phase("starting a SuperLink that simulates its SuperNodes"):
+        _start_superlink(children, port, logs, "--simulation")
+        _wait(lambda: _listens(port), children, "the SuperLink to listen")
+    return ["--federation-config", f"num-supernodes={cfg.num_workers} client-resources-num-cpus=1"]
+
+
+def _start_superlink(children: Children, port: int, logs: Path, *options: str) -> Path:
+    """Starts a SuperLink and tells `flwr` of it; returns the certificate by which others know it."""
+    authority, certificate, key = certificates.make(logs / "tls")
+    tls = [f"--ssl-ca-certfile={authority}", f"--ssl-certfile={certificate}", f"--ssl-keyfile={key}"]
+    address = ["--host=127.0.0.1", f"--port={port}", "--disable-runtime-dependency-installation"]
+    children.start("superlink", ["flower-superlink", *tls, *address, *options])
+    (logs / "flwr").mkdir(exist_ok=True)
+    (logs / "flwr" / "config.toml").write_text(
+        f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\n'
+        f'root-certificates = "{authority}"\n'
+    )
+    return authority
 
 
 def _start_worker(
@@ -175,15 +246,23 @@ def _start_worker(
 
 
 def _follow(
-    run: subprocess.Popen[bytes], built: experiment.Experiment, logs: Path, show: progress.Progress
+    run: subprocess.Popen[bytes],
+    children: Children,
+    built: experiment.Experiment,
+    logs: Path,
+    show: progress.Progress,
 ) -> str:
     """Shows what the server says until its run ends; returns the sentence with which it failed, if it did."""
     cfg, problem = built.config, ""
     spent = [float(value) for value in privacy.epsilon_schedule(built.plan)]
-    assert run.stdout is not None
     with open(logs / "run.log", "a") as log, show.training(0, cfg.rounds):
-        for raw in run.stdout:
-            line = re.sub(r"\x1b\[[0-9;]*m", "", raw.decode(errors="replace")).rstrip()
+        for line in _lines(run):
+            # The stream ends with the run only if the connection does; the summary is there before.
+            if (Path(cfg.workdir) / "summary.json").exists():
+                break
+            if not line:
+                children.revive(show)
+                continue
             log.write(line + "\n")
             log.flush()
             told = _ROUND.search(line)
@@ -200,10 +279,28 @@ def _follow(
                 r"(round \d+: worker|SuperNode \d+ is not|worker \d+ is back|set-up: |resuming )", line
             ):
                 show.log(line)
-            # The stream ends with the run only if the connection does; the summary is there before.
-            if (Path(cfg.workdir) / "summary.json").exists():
-                break
     return problem
+
+
+def _lines(run: subprocess.Popen[bytes]) -> Iterator[str]:
+    """The lines of a process, without colours, and an empty one in every second in which there are none."""
+    lines: queue.Queue[bytes | None] = queue.Queue()
+
+    def read() -> None:
+        assert run.stdout is not None
+        for line in run.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            raw = lines.get(timeout=1.0)
+        except queue.Empty:
+            raw = b""
+        if raw is None:
+            return
+        yield re.sub(r"\x1b\[[0-9;]*m", "", raw.decode(errors="replace")).rstrip()
 
 
 def _compare(
@@ -211,7 +308,11 @@ def _compare(
 ) -> None:
     """Simulates the run with the keys that the workers agreed on."""
     with show.phase("simulating the same run"):
-        memories = [read_memory(logs / "workers" / str(worker)) for worker in range(cfg.num_workers)]
+        folders = [
+            virtual.folder(cfg, worker) if _VIRTUAL.value else logs / "workers" / str(worker)
+            for worker in range(cfg.num_workers)
+        ]
+        memories = [read_memory(folder) for folder in folders]
         keys = simulation_keys(memories, cfg.num_honest, cfg.generator)
         same = experiment.build(cfg, keys=keys)
         state, step = same.init(), jax.jit(same.federation.step)
@@ -287,6 +388,11 @@ def _wait(condition, children: Children, what: str) -> None:
                 f"{_SETUP_TIMEOUT.value:g} s were not enough for {what}: give a larger --setup_timeout."
             )
         time.sleep(0.2)
+
+
+def _status(process: subprocess.Popen[bytes]) -> str:
+    code = process.returncode
+    return f"signal {-code}" if code < 0 else f"status {code}"
 
 
 def _last_error(log: Path) -> str:

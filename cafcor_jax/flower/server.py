@@ -12,10 +12,12 @@ import dataclasses
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import httpx  # which Flower talks through
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,12 +57,28 @@ class Timeouts:
                 raise UserError(f"{name}-timeout={value} must be a number of seconds greater than 0.")
 
 
+# A node that has not answered so many rounds in a row is not waited for until the end of the time.
+_SILENT = 2
+# It gets as long as the others took, and at least so many looks.
+_GRACE = 5
+
+
 class Fault(Exception):
     """Why a node's answer cannot be used, in a few words."""
 
 
+class NoAnswer(Fault):
+    """Nothing came from the node in its time."""
+
+
 def ask(
-    grid: Grid, contents: Mapping[int, tuple[str, bytes]], *, group: str, timeout: float, poll: float
+    grid: Grid,
+    contents: Mapping[int, tuple[str, bytes]],
+    *,
+    group: str,
+    timeout: float,
+    poll: float,
+    silent: Collection[int] = (),
 ) -> dict[int, bytes | Fault]:
     """Asks nodes and waits for their answers.
 
@@ -70,24 +88,30 @@ def ask(
       group: shown in Flower's logs.
       timeout: in seconds, for all of them.
       poll: in seconds.
+      silent: nodes that have not answered for some time: once all others have, these get as long again.
 
     Returns:
       By node, its answer or what was wrong with it.
     """
     nodes = list(contents)
-    answers: dict[int, bytes | Fault] = dict.fromkeys(nodes, Fault(f"no answer within {timeout:g} s"))
+    answers: dict[int, bytes | Fault] = dict.fromkeys(nodes, NoAnswer(f"no answer within {timeout:g} s"))
     outgoing = [
         Message(pack(content), node, kind, ttl=timeout + 60, group_id=group)
         for node, (kind, content) in contents.items()
     ]
+    begin = time.monotonic()
+    end = begin + timeout
     pending = dict(zip(grid.push_messages(outgoing), nodes, strict=False))
     pending.pop("", None)
-    end = time.monotonic() + timeout
+    waiting_for_all = True
     while True:
         for message_id, node in list(pending.items()):
             # One by one: an answer that Flower cannot read must not take the others with it.
             try:
                 replies = list(grid.pull_messages([message_id]))
+            except (OSError, httpx.HTTPError) as error:  # It may pass, and the answer is kept until then.
+                answers[node] = Fault(f"the SuperLink cannot be reached ({type(error).__name__})")
+                continue
             except Exception as error:
                 answers[node] = Fault(f"not decodable ({type(error).__name__})")
                 del pending[message_id]
@@ -95,7 +119,11 @@ def ask(
             if replies:
                 answers[node] = _unpacked(replies[0])
                 del pending[message_id]
-        if not pending or time.monotonic() > end:
+        now = time.monotonic()
+        if waiting_for_all and set(pending.values()) <= set(silent):
+            waiting_for_all, end = False, min(end, now + max(now - begin, _GRACE * poll))
+            answers |= dict.fromkeys(pending.values(), NoAnswer("no answer for as long as the others took"))
+        if not pending or now > end:
             return answers
         time.sleep(poll)
 
@@ -108,7 +136,9 @@ def pack(content: bytes) -> RecordDict:
 def _unpacked(reply: Message) -> bytes | Fault:
     if reply.has_error():
         # Of an exception in a ClientApp the last line is enough.
-        return Fault(f"no answer: {str(reply.error.reason).strip().splitlines()[-1:]}"[:200])
+        told = (str(reply.error.reason).strip() or "Flower gave no reason").splitlines()[-1]
+        exception = re.fullmatch(r"<class '(.*)'>:<'(.*)'>", told)
+        return Fault(f"no answer: {f'{exception[2]} ({exception[1]})' if exception else told}"[:200])
     try:
         (array,) = reply.content.array_records["message"].to_numpy_ndarrays()
         return (
@@ -165,6 +195,7 @@ class _Server:
         )(built.init_params())
         self._nodes: dict[int, int] = {}  # by worker
         self._refused: set[int] = set()  # nodes that could not prove to be a worker
+        self._silent: dict[int, int] = {}  # by node, how many rounds in a row it was asked and said nothing
         self._session, self._public_keys, self._signatures = b"", list[bytes](), list[bytes]()
         self._faults: list[dict[str, Any]] = []
 
@@ -334,7 +365,7 @@ class _Server:
             self._log(f"SuperNode {node} is not let in: {error}")
             self._note(round_index, None, f"SuperNode {node} is not let in: {error}")
             return
-        if worker not in self._nodes and self._faults:
+        if any(fault["worker"] == worker for fault in self._faults):
             self._log(f"worker {worker} is back")
         self._nodes[worker] = node
 
@@ -357,7 +388,13 @@ class _Server:
             group=str(round_index),
             timeout=self._timeouts.round,
             poll=self._timeouts.poll,
+            silent=[node for node, rounds in self._silent.items() if rounds >= _SILENT],
         )
+        self._silent = {
+            node: self._silent.get(node, 0) + 1
+            for node, answer in answers.items()
+            if isinstance(answer, NoAnswer)
+        }
         rows = [np.full((config.num_workers, *leaf.shape), np.nan, leaf.dtype) for leaf in leaves]
         failed = 0
         for worker in range(config.num_workers):

@@ -1,5 +1,10 @@
 """Flower's ServerApp: the settings are in a flagfile on the server's machine."""
 
+import os
+import threading
+import time
+
+import httpx  # which Flower talks through
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -18,6 +23,7 @@ def main(grid: Grid, context: Context) -> None:
       grid: reaches the workers.
       context: its run_config has `flagfile`, `setup-timeout` and `round-timeout`.
     """
+    threading.Thread(target=_end_without, args=(os.getppid(),), daemon=True).start()
     flagfile = str(context.run_config.get("flagfile", ""))
     try:
         if not flagfile:
@@ -33,3 +39,20 @@ def main(grid: Grid, context: Context) -> None:
         # Flower logs the exception with its traceback; the sentence alone goes before it.
         print(f"error: {error}", flush=True)
         raise
+    except httpx.HTTPError as error:
+        print(
+            f"error: The SuperLink cannot be reached ({type(error).__name__}): the run stopped, and the same "
+            "command goes on from its last checkpoint.",
+            flush=True,
+        )
+        raise
+
+
+def _end_without(parent: int) -> None:
+    """Ends this process when the one that started it, which ends with its SuperLink, has ended.
+
+    Flower tries to reach a SuperLink that was killed for ever, and as long the run's folder is locked.
+    """
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)

@@ -157,14 +157,8 @@ class Worker:
         self.config, self.index = config, index
         self._identity, self._identities, self._log = private_identity, identities, log
         self._folder = Path(folder)
-        self._lock = self._open_folder()
+        self.open()
         try:
-            self.memory = read_memory(folder) if (self._folder / _STATE).exists() else None
-            if self.memory is not None and self.memory.settings != settings.decisive_json(config):
-                raise UserError(
-                    f"state_dir {self._folder} is that of a run with other settings: give those, or another "
-                    "state_dir."
-                )
             built = experiment.build(config)
             self._rounds = built.plan.rounds
             self._params = jax.eval_shape(built.model.init, built.key)
@@ -173,7 +167,6 @@ class Worker:
         except BaseException:
             self.close()
             raise
-        self._keys: WorkerKeys | None = None
 
     def __enter__(self) -> Worker:
         return self
@@ -181,8 +174,27 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def open(self) -> None:
+        """Takes the folder for this process, and remembers what is in it; it is done once at the beginning.
+
+        Raises:
+          UserError: if another process has the folder, or it cannot be used.
+        """
+        self._lock = self._lock_folder()
+        try:
+            self.memory = read_memory(self._folder) if (self._folder / _STATE).exists() else None
+            if self.memory is not None and self.memory.settings != settings.decisive_json(self.config):
+                raise UserError(
+                    f"state_dir {self._folder} is that of a run with other settings: give those, or another "
+                    "state_dir."
+                )
+        except BaseException:
+            self.close()
+            raise
+        self._keys: WorkerKeys | None = None
+
     def close(self) -> None:
-        """Lets other processes use the folder."""
+        """Lets other processes use the folder, until `open` is called again."""
         self._lock.close()
 
     def handle(self, content: bytes) -> bytes:
@@ -325,7 +337,7 @@ class Worker:
         write_whole(self._folder / _STATE, memory.encode(), durable=True)
         self.memory = memory
 
-    def _open_folder(self) -> IO[str]:
+    def _lock_folder(self) -> IO[str]:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._folder.chmod(0o700)  # It holds private keys.

@@ -1,10 +1,14 @@
 """Set-up, rounds, faults and refusals, in one process and without Flower's network."""
 
 import dataclasses
+import itertools
 import json
 import pickle
 import re
+import sys
+import types
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +17,7 @@ import pytest
 from cafcor_jax import experiment, grid, noise, privacy, secrets
 from cafcor_jax.errors import UserError
 from cafcor_jax.federation import Data, WorkerKeys, one_worker
-from cafcor_jax.flower import identity, messages, server, settings
+from cafcor_jax.flower import identity, messages, server, settings, virtual
 from cafcor_jax.flower import worker as worker_module
 from cafcor_jax.flower.worker import Worker, read_memory, simulation_keys
 from tests import tiny
@@ -188,7 +192,11 @@ def test_the_server_never_has_a_secret(tmp_path, monkeypatch):
 FAULTS = {
     "late": (lambda content, worker: (worker.handle(content), None)[1], "no answer within 0.05 s"),
     "vanished": (lambda content, worker: None, "no answer within 0.05 s"),
-    "error": (lambda content, worker: ConnectionError("refused"), r"not decodable \(ConnectionError\)"),
+    "no SuperLink": (
+        lambda content, worker: ConnectionError("refused"),
+        r"the SuperLink cannot be reached \(ConnectionError\)",
+    ),
+    "not Flower's": (lambda content, worker: ValueError("bad"), r"not decodable \(ValueError\)"),
     "random bytes": (lambda content, worker: b"\x00" * 50, "cannot be read"),
     "cut off": (lambda content, worker: worker.handle(content)[:-9], "an array is cut off"),
     "wrong shape": (altered_arrays(lambda a: a[..., :-1]), "other shapes"),
@@ -217,6 +225,38 @@ def test_up_to_f_faults_do_not_stop_a_run(tmp_path, name):
     weights = np.load(tmp_path / "run" / "weights.npy")
     assert (weights[1:3, 1] == 0).all() and weights[3, 1] > 0  # it is back in the round after
     assert "privacy holds" in summary["privacy_of_absences"]
+
+
+def test_a_connection_error_that_passes_costs_nothing(tmp_path, monkeypatch):
+    config = make(tmp_path / "run", rounds=1)
+    grid = grid_of(fake.workers(config, tmp_path))
+    pull, asked = grid.pull_messages, set()
+
+    def pull_at_the_second_time(ids):
+        if ids[0] not in asked:
+            asked.add(ids[0])
+            raise httpx.ConnectError("refused")
+        return pull(ids)
+
+    monkeypatch.setattr(grid, "pull_messages", pull_at_the_second_time)
+    assert run(grid, config, dataclasses.replace(QUICK, round=60.0))["absences"] == []
+
+
+def test_who_hangs_costs_the_whole_time_twice_and_may_come_back(tmp_path):
+    config = make(tmp_path / "run", attack="none", threat_model="ldp", rounds=6)
+    members = [
+        Worker(config, i, tmp_path / f"w{i}", log=silent, examples=_examples(tmp_path)) for i in range(5)
+    ]
+    grid = grid_of(members)
+    grid.nodes[101] = only_in([0, 1, 2, 3], members[1], FAULTS["vanished"][0])
+    summary = run(grid, config, dataclasses.replace(QUICK, round=1.0))
+    assert summary["absences"] == [
+        "worker 1 in rounds 1, 2: no answer within 1 s",
+        "worker 1 in rounds 3, 4: no answer for as long as the others took",
+    ]
+    seconds = experiment.read_metrics(tmp_path / "run" / "metrics.csv")["seconds"]
+    assert min(seconds[:2]) > 1 > max(seconds[2:])
+    assert (np.load(tmp_path / "run" / "weights.npy")[4:, 1] > 0).all()
 
 
 def _examples(folder):
@@ -385,6 +425,44 @@ def test_a_state_folder_belongs_to_one_worker_and_is_private(trained, tmp_path):
         Worker(config, 0, tmp_path / "worker0", log=silent)
     with pytest.raises(UserError, match="does not exist"):
         read_memory(tmp_path / "nobody")
+
+
+# Flower's own simulation: the workers are wherever a message is.
+
+
+def test_virtual_workers_train_as_the_simulation_does(tmp_path, monkeypatch):
+    config = make(tmp_path / "run")
+    flagfile = tmp_path / "settings.cfg"
+    flagfile.write_text(settings.as_flagfile(config))
+    monkeypatch.setattr(experiment, "cache_compilations", lambda config: None)
+    processes = {}, {}  # what each of a pool of two knows
+
+    def node(worker):
+        asked = itertools.count(worker)
+
+        def ask(content):
+            monkeypatch.setattr(virtual, "_known", processes[next(asked) % 2])
+            return virtual.answer(str(flagfile), worker, content)
+
+        return ask
+
+    assert run(fake.FakeGrid({i: node(i) for i in range(5)}), config)["absences"] == []
+    memories = [read_memory(virtual.folder(config, i)) for i in range(5)]
+    state = simulated(config, memories)
+    for a, b in zip(jax.tree.leaves(params_of(config)), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * np.abs(b).max())
+    assert len({memory.private for memory in memories}) == 5  # nobody's keys are from the seed
+    answer, _ = messages.decode(virtual.answer(str(flagfile), 7, b""))
+    assert "worker=7 is no place among num_workers=5" in answer["why"]
+
+
+def test_only_nodes_of_a_simulation_are_virtual(monkeypatch):
+    ray = types.SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert virtual.is_virtual({"partition-id": 0, "num-partitions": 5})
+    assert not virtual.is_virtual({})
+    monkeypatch.delitem(sys.modules, "ray")
+    assert not virtual.is_virtual({"partition-id": 0, "num-partitions": 5})
 
 
 # Set-up.
