@@ -63,6 +63,7 @@ class Children:
         self._environment = os.environ | {
             "FLWR_HOME": str(logs / "flwr"),
             "FLWR_TELEMETRY_ENABLED": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3",
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",  # what is said of a round is shown at once
@@ -122,6 +123,11 @@ class Children:
 def main(cfg: config.Config) -> None:
     show = progress.automatic()
     settings.check(cfg)
+    if _VIRTUAL.value and importlib.util.find_spec("ray") is None:
+        raise UserError(
+            "--virtual needs Ray, which is not installed: pip install -c requirements.txt -e "
+            '".[flower_simulation]".'
+        )
     experiment.cache_compilations(cfg)
     built = experiment.build(cfg, progress=show)  # fetches the data once, and says what is wrong at once
     show.log(built.describe())
@@ -208,11 +214,6 @@ def _start_virtual(
 ) -> list[str]:
     """Starts a SuperLink that simulates its SuperNodes; returns what `flwr run` needs to be told beside."""
     del flagfile, sockets
-    if importlib.util.find_spec("ray") is None:
-        raise UserError(
-            "--virtual needs Ray, which is not installed: pip install -c requirements.txt -e "
-            '".[flower_simulation]".'
-        )
     (port,) = _free_ports(1)
     with show.phase("starting a SuperLink that simulates its SuperNodes"):
         _start_superlink(children, port, logs, "--simulation")

@@ -239,7 +239,7 @@ def test_a_connection_error_that_passes_costs_nothing(tmp_path, monkeypatch):
         return pull(ids)
 
     monkeypatch.setattr(grid, "pull_messages", pull_at_the_second_time)
-    assert run(grid, config, dataclasses.replace(QUICK, round=60.0))["absences"] == []
+    assert run(grid, config, server.Timeouts(setup=60, round=60, poll=0.01))["absences"] == []
 
 
 def test_who_hangs_costs_the_whole_time_twice_and_may_come_back(tmp_path):
@@ -518,6 +518,31 @@ def test_other_settings_are_refused(tmp_path):
     members = fake.workers(make(tmp_path / "other", clip_norm=5.0), tmp_path)
     with pytest.raises(UserError, match=r"Worker 0 refuses: .*clip_norm \(2.25 there, 5.0 here\)"):
         run(grid_of(members), config)
+
+
+def test_the_number_of_workers_is_one_of_the_settings(tmp_path):
+    with pytest.raises(UserError, match=r"num_workers \(5 there, 6 here\); they must be the same"):
+        settings.check_same(make(tmp_path, num_workers=6), settings.decisive_json(make(tmp_path)))
+
+
+def test_a_worker_refuses_public_keys_that_cannot_be(tmp_path):
+    config = make(tmp_path / "run")
+    session = b"s" * 16
+    with Worker(config, 0, tmp_path / "w", log=silent) as worker:
+        hello = {"kind": "hello", "session": session, "settings": settings.decisive_json(config)}
+        own = messages.decode(worker.handle(messages.encode(hello)))[0]["public_key"]
+        good = [own, *(secrets.public_key(identity.generate()) for _ in range(4))]
+        for public_keys, sentence in [
+            (good[:4], "There are 4 public keys; num_workers=5 of them are needed"),
+            ([*good, good[1]], "There are 6 public keys; num_workers=5 of them are needed"),
+            ([*good[:4], good[1]], "The public keys at places 1 and 4 are the same"),
+            ([*good[:4], bytes(32)], "is a point of low order"),
+            ([*good[:4], b"short"], "The public key at place 4 has 5 bytes"),
+            ([good[1], own, *good[2:]], "it must be that of the worker's own private key"),
+        ]:
+            keys = {"kind": "keys", "session": session, "public_keys": public_keys, "signatures": [b""] * 5}
+            assert sentence in refusal(worker, keys)
+        assert worker.memory.public_keys == []
 
 
 def test_swapped_keys_are_found_by_signatures(tmp_path):
