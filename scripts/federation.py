@@ -37,6 +37,7 @@ from cafcor_jax import cli, config, experiment, privacy, progress
 from cafcor_jax.errors import UserError
 from cafcor_jax.flower import certificates, settings, virtual
 from cafcor_jax.flower.worker import read_memory, simulation_keys
+from cafcor_jax.workdir import writing
 
 _COMPARE = flags.DEFINE_boolean("compare", True, "Simulate the run with the same keys, and compare.")
 _ROUND_TIMEOUT = flags.DEFINE_float("round_timeout", 120.0, "Seconds to wait for the answers to a round.")
@@ -123,17 +124,19 @@ class Children:
 def main(cfg: config.Config) -> None:
     show = progress.automatic()
     settings.check(cfg)
-    if _VIRTUAL.value and importlib.util.find_spec("ray") is None:
-        raise UserError(
-            "--virtual needs Ray, which is not installed: pip install -c requirements.txt -e "
-            '".[flower_simulation]".'
-        )
+    _check_installed("flwr", "flower")
+    if _VIRTUAL.value:
+        _check_installed("ray", "flower_simulation")
+    from cafcor_jax.flower import server  # with Flower, which may not be there
+
+    server.Timeouts(setup=_SETUP_TIMEOUT.value, round=_ROUND_TIMEOUT.value)  # says at once what cannot be
     experiment.cache_compilations(cfg)
     built = experiment.build(cfg, progress=show)  # fetches the data once, and says what is wrong at once
     show.log(built.describe())
     place = Path(cfg.workdir)
     logs = place.with_name(place.name + "_processes")
-    logs.mkdir(parents=True, exist_ok=True)
+    with writing(logs):
+        logs.mkdir(parents=True, exist_ok=True)
     if not (place / "summary.json").exists():
         _run(cfg, built, logs, show)
     summary = json.loads((place / "summary.json").read_text())
@@ -389,6 +392,13 @@ def _wait(condition, children: Children, what: str) -> None:
                 f"{_SETUP_TIMEOUT.value:g} s were not enough for {what}: give a larger --setup_timeout."
             )
         time.sleep(0.2)
+
+
+def _check_installed(package: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"The package {package} is not installed: pip install -c requirements.txt -e '.[{extra}]'."
+        )
 
 
 def _status(process: subprocess.Popen[bytes]) -> str:

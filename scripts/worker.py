@@ -19,6 +19,7 @@ from cafcor_jax import cli, config, experiment
 from cafcor_jax.errors import UserError
 from cafcor_jax.flower import identity, sockets
 from cafcor_jax.flower.worker import Worker
+from cafcor_jax.workdir import writing
 
 _WORKER = flags.DEFINE_integer("worker", 0, "Its place among the workers, from 0.")
 _SOCKET = flags.DEFINE_string("socket", "", "Where it answers: a path of at most about 100 characters.")
@@ -69,8 +70,9 @@ def _make_identity(path: Path) -> None:
     if path.exists():
         raise UserError(f"--new_identity={path} exists: an identity is not written over.")
     private = identity.generate()
-    path.touch(mode=0o600)
-    path.write_text(private.hex() + "\n")
+    with writing(path):
+        path.touch(mode=0o600)
+        path.write_text(private.hex() + "\n")
     print(identity.public_identity(private).hex())
 
 

@@ -105,8 +105,7 @@ def test_flowers_simulation_trains_as_ours_does(tmp_path):
     ("flag", "sentence"),
     [
         ("--attack=alie", "attack='alie' has nobody to carry it out"),
-        ("--noise_mode=projected", "noise_mode='projected' is for simulation"),
-        ("--num_workers=1", "num_workers=1 is too few"),
+        ("--round_timeout=0", "round-timeout=0.0 must be a number of seconds greater than 0"),
     ],
 )
 def test_bad_settings_are_one_sentence(tmp_path, flag, sentence):
