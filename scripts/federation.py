@@ -261,10 +261,10 @@ def _follow(
     spent = [float(value) for value in privacy.epsilon_schedule(built.plan)]
     with open(logs / "run.log", "a") as log, show.training(0, cfg.rounds):
         for line in _lines(run):
-            # The stream ends with the run only if the connection does; the summary is there before.
-            if (Path(cfg.workdir) / "summary.json").exists():
-                break
             if not line:
+                # The stream ends with the run only if the connection does; the summary is there before.
+                if (Path(cfg.workdir) / "summary.json").exists():
+                    break
                 children.revive(show)
                 continue
             log.write(line + "\n")
