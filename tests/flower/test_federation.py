@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flwr.app import Error
 
 from cafcor_jax import experiment, grid, noise, privacy, secrets
 from cafcor_jax.errors import UserError
@@ -197,6 +198,10 @@ FAULTS = {
         r"the SuperLink cannot be reached \(ConnectionError\)",
     ),
     "not Flower's": (lambda content, worker: ValueError("bad"), r"not decodable \(ValueError\)"),
+    "its worker is gone": (
+        lambda content, worker: Error(0, "<class 'ConnectionError'>:<'its worker does not answer: refused'>"),
+        r"no answer: its worker does not answer: refused \(ConnectionError\)",
+    ),
     "random bytes": (lambda content, worker: b"\x00" * 50, "cannot be read"),
     "cut off": (lambda content, worker: worker.handle(content)[:-9], "an array is cut off"),
     "wrong shape": (altered_arrays(lambda a: a[..., :-1]), "other shapes"),
