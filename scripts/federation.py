@@ -12,6 +12,7 @@ Examples:
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -154,7 +155,9 @@ def main(cfg: config.Config) -> None:
 
 def _run(cfg: config.Config, built: experiment.Experiment, logs: Path, show: progress.Progress) -> None:
     flagfile = logs / "settings.cfg"
-    flagfile.write_text(settings.as_flagfile(cfg))
+    # The full path: Flower's and Ray's processes may be in other folders.
+    full = dataclasses.replace(cfg, workdir=str(Path(cfg.workdir).resolve()))
+    flagfile.write_text(settings.as_flagfile(full))
     with _children(logs) as (children, sockets):
         run_flags = _start_virtual if _VIRTUAL.value else _start_processes
         flags_of_run = run_flags(children, cfg, logs, flagfile, sockets, show)
