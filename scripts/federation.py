@@ -50,6 +50,9 @@ _VIRTUAL = flags.DEFINE_boolean(
     "flower_simulation.",
 )
 
+# Seconds in which Flower may still bring lines of a run that is finished; sometimes it never brings the last.
+_LAST_LINES = 3
+
 _ROOT = Path(cafcor_jax.__file__).resolve().parent
 _ROUND = re.compile(r"round (\d+)/\d+  accuracy ([\d.]+)%  test loss ([\d.]+|nan|inf)")
 
@@ -262,23 +265,26 @@ def _follow(
     """Shows what the server says until its run ends; returns the sentence with which it failed, if it did."""
     cfg, problem = built.config, ""
     spent = [float(value) for value in privacy.epsilon_schedule(built.plan)]
+    shown = quiet = 0
     with open(logs / "run.log", "a") as log, show.training(0, cfg.rounds):
         for line in _lines(run):
+            # The stream does not always end with the run. The summary may be there before the last lines are.
+            quiet = 0 if line else quiet + 1
+            if (Path(cfg.workdir) / "summary.json").exists() and (shown == cfg.rounds or quiet > _LAST_LINES):
+                break
             if not line:
-                # The stream ends with the run only if the connection does; the summary is there before.
-                if (Path(cfg.workdir) / "summary.json").exists():
-                    break
                 children.revive(show)
                 continue
             log.write(line + "\n")
             log.flush()
             told = _ROUND.search(line)
             if told:
+                shown = int(told[1])
                 show.update(
-                    int(told[1]),
+                    shown,
                     loss=float(told[3]),
                     accuracy=float(told[2]) / 100,
-                    epsilon=spent[int(told[1]) - 1],
+                    epsilon=spent[shown - 1],
                 )
             elif "error: " in line and not problem:
                 problem = line.partition("error: ")[2]

@@ -83,9 +83,9 @@ def test_killed_processes_go_on_and_train_as_the_simulation_does(tmp_path):
 
     ended = launch(tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "resuming after round 1 with 2 workers" in ended.stdout and "round 2/2" in ended.stdout
+    assert "resuming after round 1 with 2 workers" in ended.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["absences"] == []
+    assert summary["rounds"] == 2 and summary["absences"] == []
     line = next(line for line in ended.stdout.splitlines() if line.startswith("difference"))
     assert float(line.split()[1]) < 1e-3, line
     assert_all_end(tmp_path)
