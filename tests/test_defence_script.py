@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from cafcor_jax import cli
+from tests.compiling import compiled_quickly  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(scope="module")
