@@ -340,7 +340,9 @@ def _server_specs(init: Callable[[Updates], PyTree], n: int, padded: int) -> PyT
         return jax.eval_shape(init, jax.ShapeDtypeStruct((n, width), jnp.float32))
 
     def spec(leaf: jax.ShapeDtypeStruct, wider: jax.ShapeDtypeStruct) -> P:
-        return P() if leaf.shape == wider.shape else _ROWS
+        if leaf.shape == wider.shape:
+            return P()
+        return _FLAT if leaf.ndim == 1 else _ROWS
 
     return jax.tree.map(spec, of_width(padded), of_width(padded + 1))
 

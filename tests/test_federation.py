@@ -385,7 +385,7 @@ def test_on_the_grid_messages_are_whole_steps_and_pairs_cancel_bitwise(params, d
     rounds = make(private, grid_bits=bits, momentum=0.0, attack=attacks.none())
     key = jax.random.key(0, impl=impl)
     start = rounds.init(params)._replace(round=jnp.int32(1))
-    state, _ = jax.jit(rounds.step)(key, start, data)
+    state, _ = usual_jit(rounds.step)(key, start, data)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
 
     def steps(tree):
