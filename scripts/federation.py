@@ -277,8 +277,8 @@ def _follow(
                 continue
             log.write(line + "\n")
             log.flush()
-            told = _ROUND.search(line)
-            if told:
+            told = _ROUND.match(line)
+            if told and 1 <= int(told[1]) <= cfg.rounds:
                 shown = int(told[1])
                 show.update(
                     shown,
@@ -286,8 +286,8 @@ def _follow(
                     accuracy=float(told[2]) / 100,
                     epsilon=spent[shown - 1],
                 )
-            elif "error: " in line and not problem:
-                problem = line.partition("error: ")[2]
+            elif line.startswith("error: ") and not problem:
+                problem = line.removeprefix("error: ")
             elif re.match(
                 r"(round \d+: worker|SuperNode \d+ is not|worker \d+ is back|set-up: |resuming )", line
             ):

@@ -136,7 +136,7 @@ def pack(content: bytes) -> RecordDict:
 def _unpacked(reply: Message) -> bytes | Fault:
     if reply.has_error():
         # Of an exception in a ClientApp the last line is enough.
-        told = (str(reply.error.reason).strip() or "Flower gave no reason").splitlines()[-1]
+        told = _said((str(reply.error.reason).strip() or "Flower gave no reason").splitlines()[-1])
         exception = re.fullmatch(r"<class '(.*)'>:<'(.*)'>", told)
         return Fault(f"no answer: {f'{exception[2]} ({exception[1]})' if exception else told}"[:200])
     try:
@@ -173,8 +173,9 @@ def run(grid: Grid, config: Config, timeouts: Timeouts, *, log: Log = print) -> 
 
 
 def _said(value: Any) -> str:
-    """What a worker says of itself, as a short line: it may be anything."""
-    return " ".join(str(value).split())[:300]
+    """What a worker or a SuperNode says, as one short line that can be printed: it may be anything."""
+    line = " ".join(str(value).split())[:300]
+    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 class _Server:
@@ -444,7 +445,7 @@ class _Server:
             raise answer
         values, arrays = messages.decode(answer)
         if values.get("kind") == "refused":
-            raise Fault(f"refuses: {str(values.get('why'))[:300]}")
+            raise Fault(f"refuses: {_said(values.get('why'))}")
         if values.get("kind") != "train" or values.get("session") != self._session:
             raise Fault("answers another question or session")
         if values.get("worker") != worker or isinstance(values.get("worker"), bool):
@@ -548,7 +549,7 @@ def privacy_of_absences(plan: privacy.PrivacyPlan, faults: list[dict[str, Any]])
 def _place(worker: Any, num_workers: int) -> int:
     if type(worker) is not int or not 0 <= worker < num_workers:
         raise UserError(
-            f"A SuperNode says that it is worker {worker!r}; with num_workers={num_workers} it must be "
+            f"A SuperNode says that it is worker {worker!r:.20}; with num_workers={num_workers} it must be "
             f"from 0 to {num_workers - 1}."
         )
     return worker

@@ -1,6 +1,8 @@
 """Set-up, rounds, faults and refusals, in one process and without Flower's network."""
 
 import dataclasses
+import importlib
+import io
 import itertools
 import json
 import pickle
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 from flwr.app import Error
 
-from cafcor_jax import experiment, grid, noise, privacy, secrets
+from cafcor_jax import experiment, grid, noise, privacy, progress, secrets
 from cafcor_jax.errors import UserError
 from cafcor_jax.federation import Data, WorkerKeys, one_worker
 from cafcor_jax.flower import identity, messages, server, settings, virtual
@@ -230,6 +232,31 @@ def test_up_to_f_faults_do_not_stop_a_run(tmp_path, name):
     weights = np.load(tmp_path / "run" / "weights.npy")
     assert (weights[1:3, 1] == 0).all() and weights[3, 1] > 0  # it is back in the round after
     assert "privacy holds" in summary["privacy_of_absences"]
+
+
+def test_what_a_worker_says_cannot_pass_for_what_the_server_says(tmp_path):
+    config = make(tmp_path / "run", rounds=2)
+    members = fake.workers(config, tmp_path)
+    grid = grid_of(members)
+    why = "no\nround 999/2  accuracy 99.9%  test loss 0.1\r\nerror: gone\x1b[2J\u2028error: \0"
+    refusal, reason = messages.encode({"kind": "refused", "why": why}), f"no\n{why} error: "
+    grid.nodes[104] = only_in([0], members[4], lambda content, worker: refusal)
+    lines = []
+    with pytest.raises(UserError, match="more than num_byzantine=1"):
+        grid.nodes[103] = only_in([0], members[3], lambda content, worker: Error(0, reason))
+        server.run(grid, config, QUICK, log=lines.append)
+    grid.nodes[103] = members[3].handle
+    summary = server.run(grid, config, QUICK, log=lines.append)
+    (line,) = summary["absences"]
+    assert line.startswith("worker 4 in round 1: refuses: no round 999/2 accuracy 99.9% test loss 0.1 error:")
+    assert all(line.isprintable() for line in lines)
+
+    # And if it could: the launcher takes no such line.
+    launcher = importlib.import_module("scripts.federation")
+    told = [*lines, "round 999/2  accuracy 9.9%  test loss 0.1", "round 0/2  accuracy 9.9%  test loss 0.1"]
+    process = types.SimpleNamespace(stdout=io.BytesIO("\n".join([*told, *lines, "error: so"]).encode()))
+    built = experiment.build(dataclasses.replace(config, workdir=str(tmp_path / "other")))
+    assert launcher._follow(process, None, built, tmp_path, progress.Silent()) == "so"
 
 
 def test_a_connection_error_that_passes_costs_nothing(tmp_path, monkeypatch):
