@@ -30,9 +30,19 @@ def make(folder: str | os.PathLike[str]) -> tuple[Path, Path, Path]:
 
     def certificate(common: str, key: ec.EllipticCurvePrivateKey, *, authority: bool) -> x509.Certificate:
         now = datetime.datetime.now(datetime.UTC)
-        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
         identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
-        return (
+        usage = x509.KeyUsage(
+            digital_signature=not authority,
+            key_cert_sign=authority,
+            crl_sign=authority,
+            content_commitment=False,
+            key_encipherment=False,
+            data_encipherment=False,
+            key_agreement=False,
+            encipher_only=False,
+            decipher_only=False,
+        )
+        builder = (
             x509.CertificateBuilder()
             .subject_name(name(common))
             .issuer_name(name("cafcor_jax"))
@@ -41,11 +51,14 @@ def make(folder: str | os.PathLike[str]) -> tuple[Path, Path, Path]:
             .not_valid_before(now - datetime.timedelta(hours=1))
             .not_valid_after(now + datetime.timedelta(days=_DAYS))
             .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+            .add_extension(usage, critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(identifier, critical=False)
-            .sign(signer, hashes.SHA256())
         )
+        if not authority:
+            address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+            builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        return builder.sign(signer, hashes.SHA256())
 
     signer, own = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     place = Path(folder).resolve()
