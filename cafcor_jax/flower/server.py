@@ -94,35 +94,44 @@ def ask(
       By node, its answer or what was wrong with it.
     """
     nodes = list(contents)
-    answers: dict[int, bytes | Fault] = dict.fromkeys(nodes, NoAnswer(f"no answer within {timeout:g} s"))
+    nothing = NoAnswer(f"no answer within {timeout:g} s")
+    answers: dict[int, bytes | Fault] = dict.fromkeys(nodes, nothing)
     outgoing = [
         Message(pack(content), node, kind, ttl=timeout + 60, group_id=group)
         for node, (kind, content) in contents.items()
     ]
     begin = time.monotonic()
     end = begin + timeout
-    pending = dict(zip(grid.push_messages(outgoing), nodes, strict=False))
-    pending.pop("", None)
+    # Of a message that it does not take Flower gives no id, and of any none if all are too large together.
+    pending = {
+        message_id: node
+        for message_id, node in zip(grid.push_messages(outgoing), nodes, strict=False)
+        if message_id
+    }
+    answers |= dict.fromkeys(set(nodes) - set(pending.values()), Fault("could not be sent"))
     waiting_for_all = True
     while True:
         for message_id, node in list(pending.items()):
             # One by one: an answer that Flower cannot read must not take the others with it.
             try:
                 replies = list(grid.pull_messages([message_id]))
-            except (OSError, httpx.HTTPError) as error:  # It may pass, and the answer is kept until then.
+            except (OSError, httpx.TransportError) as error:  # It may pass; the answer is kept until then.
                 answers[node] = Fault(f"the SuperLink cannot be reached ({type(error).__name__})")
                 continue
             except Exception as error:
                 answers[node] = Fault(f"not decodable ({type(error).__name__})")
                 del pending[message_id]
                 continue
-            if replies:
-                answers[node] = _unpacked(replies[0])
-                del pending[message_id]
+            if not replies:
+                answers[node] = nothing
+                continue
+            answers[node] = _unpacked(replies[0])
+            del pending[message_id]
         now = time.monotonic()
         if waiting_for_all and set(pending.values()) <= set(silent):
             waiting_for_all, end = False, min(end, now + max(now - begin, _GRACE * poll))
-            answers |= dict.fromkeys(pending.values(), NoAnswer("no answer for as long as the others took"))
+            nothing = NoAnswer("no answer for as long as the others took")
+            answers |= dict.fromkeys(pending.values(), nothing)
         if not pending or now > end:
             return answers
         time.sleep(poll)

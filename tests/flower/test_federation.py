@@ -200,6 +200,10 @@ FAULTS = {
         r"the SuperLink cannot be reached \(ConnectionError\)",
     ),
     "not Flower's": (lambda content, worker: ValueError("bad"), r"not decodable \(ValueError\)"),
+    "SuperLink refuses": (
+        lambda content, worker: httpx.HTTPStatusError("404", request=None, response=None),
+        r"not decodable \(HTTPStatusError\)",
+    ),
     "its worker is gone": (
         lambda content, worker: Error(0, "<class 'ConnectionError'>:<'its worker does not answer: refused'>"),
         r"no answer: its worker does not answer: refused \(ConnectionError\)",
@@ -272,6 +276,43 @@ def test_a_connection_error_that_passes_costs_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(grid, "pull_messages", pull_at_the_second_time)
     assert run(grid, config, server.Timeouts(setup=60, round=60, poll=0.01))["absences"] == []
+
+
+def test_a_connection_error_that_passed_is_not_the_reason_for_silence(tmp_path, monkeypatch):
+    config = make(tmp_path / "run", rounds=1)
+    members = fake.workers(config, tmp_path)
+    grid = grid_of(members)
+    grid.nodes[104] = only_in([0], members[4], FAULTS["vanished"][0])
+    pull, asked = grid.pull_messages, set()
+
+    def pull_at_the_second_time(ids):
+        if ids[0] not in asked:
+            asked.add(ids[0])
+            raise httpx.ConnectError("refused")
+        return pull(ids)
+
+    monkeypatch.setattr(grid, "pull_messages", pull_at_the_second_time)
+    summary = run(grid, config, server.Timeouts(setup=60, round=0.3, poll=0.01))
+    assert summary["absences"] == ["worker 4 in round 1: no answer within 0.3 s"]
+
+
+@pytest.mark.parametrize("unsent", ["", None])
+def test_a_message_that_flower_does_not_take_is_a_fault(tmp_path, monkeypatch, unsent):
+    config = make(tmp_path / "run", rounds=2)
+    grid = grid_of(fake.workers(config, tmp_path))
+    push, pushed = grid.push_messages, itertools.count()
+
+    def push_some(outgoing):
+        ids, time = push(outgoing), next(pushed)
+        if time == 2:  # the first round; two were the set-up
+            return [*ids[:3], unsent, ids[4]]
+        return [] if time == 3 else ids  # as when they are too large
+
+    monkeypatch.setattr(grid, "push_messages", push_some)
+    with pytest.raises(UserError, match=r"Round 2 has .* 5 workers.*\(worker 0: could not be sent; worker 1"):
+        run(grid, config)
+    faults = json.loads((tmp_path / "run" / "federation.json").read_text())["faults"]
+    assert faults[0] == {"round": 0, "worker": 3, "what": "could not be sent"} and len(faults) == 6
 
 
 def test_who_hangs_costs_the_whole_time_twice_and_may_come_back(tmp_path):
