@@ -208,6 +208,7 @@ class _Server:
         self._silent: dict[int, int] = {}  # by node, how many rounds in a row it was asked and said nothing
         self._session, self._public_keys, self._signatures = b"", list[bytes](), list[bytes]()
         self._faults: list[dict[str, Any]] = []
+        self._absent: set[int] = set()  # workers of whom nothing came in the last round
 
     def run(self) -> dict[str, Any]:
         done = max(self._folder.rounds(), default=None)
@@ -322,6 +323,9 @@ class _Server:
             self._session = bytes.fromhex(stored["session"])
             self._public_keys = [bytes.fromhex(key) for key in stored["public_keys"]]
             self._signatures = [bytes.fromhex(signature) for signature in stored["signatures"]]
+            of_workers = [fault for fault in stored["faults"] if fault["worker"] is not None]
+            last = max([done - 1, *(fault["round"] for fault in of_workers)])  # it may have stopped in it
+            self._absent = _absent(of_workers, last)
             self._faults = [fault for fault in stored["faults"] if fault["round"] < done]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
@@ -375,7 +379,7 @@ class _Server:
             self._log(f"SuperNode {node} is not let in: {error}")
             self._note(round_index, None, f"SuperNode {node} is not let in: {error}")
             return
-        if any(fault["worker"] == worker for fault in self._faults):
+        if worker in self._absent:
             self._log(f"worker {worker} is back")
         self._nodes[worker] = node
 
@@ -415,6 +419,7 @@ class _Server:
             except (Fault, UserError) as fault:
                 failed += 1
                 self._note(round_index, worker, str(fault).rstrip("."))
+        self._absent = _absent(self._faults, round_index)
         for node in strangers:
             self._welcome(node, answers[node], private, round_index)
         if failed > config.num_byzantine:
@@ -506,6 +511,15 @@ class _Server:
         self._folder.write_json("summary.json", summary)
         self._folder.prune(keep=1)
         return summary
+
+
+def _absent(faults: list[dict[str, Any]], round_index: int) -> set[int]:
+    """The workers of whom nothing came in a round, which is not the same as something that was no use."""
+    return {
+        fault["worker"]
+        for fault in faults
+        if fault["round"] == round_index and fault["what"].startswith(("no answer", "not connected"))
+    }
 
 
 def absences(faults: list[dict[str, Any]]) -> list[str]:

@@ -373,6 +373,21 @@ def test_more_than_f_faults_stop_and_the_same_command_goes_on(tmp_path):
     assert summary["absences"] == []  # of the round that was repeated only what happened in the end
 
 
+def test_only_who_was_absent_in_the_last_round_is_back(tmp_path):
+    config = make(tmp_path / "run", attack="nan", rounds=3)
+    config = dataclasses.replace(config, num_byzantine=2, num_workers=7)
+    members = fake.workers(config, tmp_path)
+    grid, gone = grid_of(members), FAULTS["vanished"][0]
+    for worker in (0, 1):  # they are silent in the second round, and the last two workers not finite in each
+        grid.nodes[100 + worker] = only_in([1], members[worker], gone)
+    with pytest.raises(UserError, match="Round 2 has no usable message of 4 workers"):
+        run(grid, config)
+    lines = []
+    server.run(grid_of(members), config, QUICK, log=lines.append)
+    back = [line for line in lines if "is back" in line]
+    assert back == ["worker 0 is back", "worker 1 is back"]
+
+
 def test_a_worker_rejoins_from_another_node_and_an_impostor_does_not(tmp_path):
     config = make(tmp_path / "run", rounds=5)
     members = fake.workers(config, tmp_path)
