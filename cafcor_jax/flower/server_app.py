@@ -1,6 +1,11 @@
 """Flower's ServerApp: the settings are in a flagfile on the server's machine."""
 
+# ruff: noqa: E402
+
 import os
+
+_PARENT = os.getppid()  # Now: what follows takes seconds to import, and the parent may end meanwhile.
+
 import threading
 import time
 
@@ -23,7 +28,7 @@ def main(grid: Grid, context: Context) -> None:
       grid: reaches the workers.
       context: its run_config has `flagfile`, `setup-timeout` and `round-timeout`.
     """
-    threading.Thread(target=_end_without, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_without, args=(_PARENT,), daemon=True).start()
     flagfile = str(context.run_config.get("flagfile", ""))
     try:
         if not flagfile:
@@ -55,4 +60,11 @@ def _end_without(parent: int) -> None:
     """
     while os.getppid() == parent:
         time.sleep(0.5)
-    os._exit(1)
+    try:
+        print(
+            f"error: The process {parent} that started this ServerApp has ended, and so does the run: the "
+            "same command goes on from its last checkpoint.",
+            flush=True,
+        )
+    finally:  # Maybe nobody reads any more.
+        os._exit(1)
