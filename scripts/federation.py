@@ -128,6 +128,8 @@ class Children:
 def main(cfg: config.Config) -> None:
     show = progress.automatic()
     settings.check(cfg)
+    # The full path: Flower's and Ray's processes may be in other folders.
+    cfg = dataclasses.replace(cfg, workdir=str(Path(cfg.workdir).resolve()))
     _check_installed("flwr", "flower")
     if _VIRTUAL.value:
         _check_installed("ray", "flower_simulation")
@@ -158,9 +160,7 @@ def main(cfg: config.Config) -> None:
 
 def _run(cfg: config.Config, built: experiment.Experiment, logs: Path, show: progress.Progress) -> None:
     flagfile = logs / "settings.cfg"
-    # The full path: Flower's and Ray's processes may be in other folders.
-    full = dataclasses.replace(cfg, workdir=str(Path(cfg.workdir).resolve()))
-    flagfile.write_text(settings.as_flagfile(full))
+    flagfile.write_text(settings.as_flagfile(cfg))
     with _children(logs) as (children, sockets):
         run_flags = _start_virtual if _VIRTUAL.value else _start_processes
         flags_of_run = run_flags(children, cfg, logs, flagfile, sockets, show)

@@ -15,7 +15,7 @@ from typing import Any
 
 from cafcor_jax import experiment
 from cafcor_jax.config import Config
-from cafcor_jax.errors import UserError
+from cafcor_jax.errors import InUseError, UserError
 from cafcor_jax.flower import messages, settings
 from cafcor_jax.flower.worker import Worker
 
@@ -49,10 +49,15 @@ def answer(flagfile: str, worker: int, content: bytes) -> bytes:
 
     Returns:
       The answer; a worker that cannot be is a refusal.
+
+    Raises:
+      InUseError: if another process still answers an earlier message. It is no refusal: it passes.
     """
     try:
         with _opened(flagfile, worker) as opened:
             return opened.handle(content)
+    except InUseError:
+        raise
     except UserError as error:
         return messages.encode({"kind": "refused", "worker": worker, "why": str(error)})
 

@@ -18,7 +18,7 @@ import pytest
 from flwr.app import Error
 
 from cafcor_jax import experiment, grid, noise, privacy, progress, secrets
-from cafcor_jax.errors import UserError
+from cafcor_jax.errors import InUseError, UserError
 from cafcor_jax.federation import Data, WorkerKeys, one_worker
 from cafcor_jax.flower import identity, messages, server, settings, virtual
 from cafcor_jax.flower import worker as worker_module
@@ -542,6 +542,10 @@ def test_virtual_workers_train_as_the_simulation_does(tmp_path, monkeypatch):
     assert len({memory.private for memory in memories}) == 5  # nobody's keys are from the seed
     answer, _ = messages.decode(virtual.answer(str(flagfile), 7, b""))
     assert "worker=7 is no place among num_workers=5" in answer["why"]
+    # Somebody else answers: that passes, and is no refusal, which would bar the node.
+    with Worker(config, 0, virtual.folder(config, 0), log=silent), pytest.raises(InUseError):
+        virtual.answer(str(flagfile), 0, b"")
+    assert b"cannot be read" in virtual.answer(str(flagfile), 0, b"")
 
 
 def test_only_nodes_of_a_simulation_are_virtual(monkeypatch):
