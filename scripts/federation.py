@@ -53,6 +53,10 @@ _VIRTUAL = flags.DEFINE_boolean(
 # Seconds in which Flower may still bring lines of a run that is finished; sometimes it never brings the last.
 _LAST_LINES = 3
 
+# A process that has ended so often, each time within so many seconds of its start, is not started again.
+_QUICK_ENDINGS = 3
+_QUICK = 10
+
 _ROOT = Path(cafcor_jax.__file__).resolve().parent
 _ROUND = re.compile(r"round (\d+)/\d+  accuracy ([\d.]+)%  test loss ([\d.]+|nan|inf)")
 
@@ -64,6 +68,8 @@ class Children:
         self._logs = logs
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._commands: dict[str, Sequence[str]] = {}
+        self._begun: dict[str, tuple[float, int]] = {}  # when, and how long its log was
+        self._quick: dict[str, int] = {}  # how many quick endings in a row
         # Few threads each: there are more processes than cores. What Flower keeps goes beside the logs.
         self._environment = os.environ | {
             "FLWR_HOME": str(logs / "flwr"),
@@ -79,6 +85,7 @@ class Children:
     def start(self, name: str, command: Sequence[str], *, pipe: bool = False) -> subprocess.Popen[bytes]:
         self._commands[name] = command
         with open(self._logs / f"{name}.log", "ab") as log:
+            self._begun[name] = time.monotonic(), log.tell()
             self._running[name] = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -96,11 +103,21 @@ class Children:
     def check(self) -> None:
         """Raises a UserError if one has ended by itself."""
         for name in self.ended():
-            log = self._logs / f"{name}.log"
-            raise UserError(f"The process {name} has ended: {_last_error(log)} ({log} has all of it).")
+            raise self._failure(name)
+
+    def _failure(self, name: str) -> UserError:
+        log = self._logs / f"{name}.log"
+        return UserError(f"The process {name} has ended: {self._last_words(name)} ({log} has all of it).")
+
+    def _last_words(self, name: str) -> str:
+        return _last_error(self._logs / f"{name}.log", self._begun[name][1])
 
     def revive(self, show: progress.Progress) -> None:
-        """Starts workers and SuperNodes again that have ended; raises a UserError if the SuperLink has."""
+        """Starts workers and SuperNodes again that have ended.
+
+        Raises:
+          UserError: if the SuperLink has ended, or another of them at once, several times in a row.
+        """
         for name in self.ended():
             if name == "superlink":
                 raise UserError(
@@ -108,9 +125,16 @@ class Children:
                     "goes on from the last checkpoint."
                 )
             if name != "run":
+                quick = time.monotonic() - self._begun[name][0] < _QUICK
+                self._quick[name] = self._quick.get(name, 0) + 1 if quick else 0
+                if self._quick[name] == _QUICK_ENDINGS:
+                    raise self._failure(name)
                 show.log(
-                    f"the process {name} has ended ({_status(self._running[name])}) and is started again"
+                    f"the process {name} has ended ({_status(self._running[name])}: "
+                    f"{self._last_words(name)}) and is started again"
                 )
+                with contextlib.suppress(ProcessLookupError):  # Processes of its own may be left.
+                    os.killpg(self._running[name].pid, signal.SIGKILL)
                 self.start(name, self._commands[name])
 
     def stop(self) -> None:
@@ -415,8 +439,9 @@ def _status(process: subprocess.Popen[bytes]) -> str:
     return f"signal {-code}" if code < 0 else f"status {code}"
 
 
-def _last_error(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+def _last_error(log: Path, begin: int) -> str:
+    text = log.read_bytes()[begin:].decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line.partition("error: ")[2].rstrip(".") for line in lines if "error: " in line]
     return (errors or lines or ["it said nothing"])[-1][:300]
 
