@@ -95,7 +95,7 @@ class Workdir:
         if not leads:
             return
         self._refuse_other_files()  # before anything is written there
-        self._lock = self._open()
+        self._lock = hold(self.path)
         try:
             self.stored = self._check_content()
             self._remove_leftovers()
@@ -113,22 +113,6 @@ class Workdir:
         """Lets other processes use the folder."""
         if self._lock is not None:
             self._lock.close()
-
-    def _open(self) -> IO[str]:
-        with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / _LOCK, "a")
-        if fcntl is not None:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-                raise InUseError(
-                    f"The workdir {self.path} is in use by another process: wait for it, or give another one."
-                ) from None
-            except OSError:  # A file system without locks.
-                pass
-        return lock
 
     def _refuse_other_files(self) -> None:
         """Raises if the folder is somebody else's."""
@@ -370,6 +354,37 @@ class Workdir:
         earlier = [round for round in self.rounds() if round < int(path.name)]
         way_out = f"go on from round {earlier[-1]}" if earlier else "start anew"
         return UserError(f"The checkpoint {path} is damaged ({why}): delete that folder to {way_out}.")
+
+
+def hold(folder: Path, workdir: str | os.PathLike[str] | None = None) -> IO[str]:
+    """Takes a folder, which is made if it is missing, for this process alone until the result is closed.
+
+    Args:
+      folder: to be held.
+      workdir: the one that it belongs to, if it is not one itself.
+
+    Returns:
+      The open lock file.
+
+    Raises:
+      InUseError: if another process has it.
+      UserError: if it cannot be made.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / _LOCK, "a")
+    if fcntl is not None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise InUseError(
+                f"The workdir {workdir or folder} is in use by another process: wait for it, or give another "
+                "one."
+            ) from None
+        except OSError:  # A file system without locks.
+            pass
+    return lock
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:

@@ -38,7 +38,7 @@ from cafcor_jax import cli, config, experiment, privacy, progress
 from cafcor_jax.errors import UserError
 from cafcor_jax.flower import certificates, settings, virtual
 from cafcor_jax.flower.worker import read_memory, simulation_keys
-from cafcor_jax.workdir import writing
+from cafcor_jax.workdir import hold
 
 _COMPARE = flags.DEFINE_boolean("compare", True, "Simulate the run with the same keys, and compare.")
 _ROUND_TIMEOUT = flags.DEFINE_float("round_timeout", 120.0, "Seconds to wait for the answers to a round.")
@@ -165,8 +165,14 @@ def main(cfg: config.Config) -> None:
     show.log(built.describe())
     place = Path(cfg.workdir)
     logs = place.with_name(place.name + "_processes")
-    with writing(logs):
-        logs.mkdir(parents=True, exist_ok=True)
+    with hold(logs, cfg.workdir):  # before anything is written there
+        _run_and_compare(cfg, built, logs, show)
+
+
+def _run_and_compare(
+    cfg: config.Config, built: experiment.Experiment, logs: Path, show: progress.Progress
+) -> None:
+    place = Path(cfg.workdir)
     if not (place / "summary.json").exists():
         _run(cfg, built, logs, show)
     summary = json.loads((place / "summary.json").read_text())
@@ -218,7 +224,7 @@ def _start_processes(
     """Starts a SuperLink, workers and SuperNodes; returns what `flwr run` needs to be told beside."""
     ports = _free_ports(cfg.num_workers + 1)
     with show.phase(f"starting a SuperLink and {cfg.num_workers} workers with their SuperNodes"):
-        authority = _start_superlink(children, ports[0], logs)
+        authority = _start_superlink(children, ports[0], logs, sockets)
         # One honest and one malicious worker first: the others find their compiled code in the cache.
         first = {0, cfg.num_workers - 1}
         for group in (first, set(range(cfg.num_workers)) - first):
@@ -246,17 +252,17 @@ def _start_virtual(
     show: progress.Progress,
 ) -> list[str]:
     """Starts a SuperLink that simulates its SuperNodes; returns what `flwr run` needs to be told beside."""
-    del flagfile, sockets
+    del flagfile
     (port,) = _free_ports(1)
     with show.phase("starting a SuperLink that simulates its SuperNodes"):
-        _start_superlink(children, port, logs, "--simulation")
+        _start_superlink(children, port, logs, sockets, "--simulation")
         _wait(lambda: _listens(port), children, "the SuperLink to listen")
     return ["--federation-config", f"num-supernodes={cfg.num_workers} client-resources-num-cpus=1"]
 
 
-def _start_superlink(children: Children, port: int, logs: Path, *options: str) -> Path:
+def _start_superlink(children: Children, port: int, logs: Path, sockets: Path, *options: str) -> Path:
     """Starts a SuperLink and tells `flwr` of it; returns the certificate by which others know it."""
-    authority, certificate, key = certificates.make(logs / "tls")
+    authority, certificate, key = certificates.make(sockets / "tls")  # gone when the run is over
     tls = [f"--ssl-ca-certfile={authority}", f"--ssl-certfile={certificate}", f"--ssl-keyfile={key}"]
     address = ["--host=127.0.0.1", f"--port={port}", "--disable-runtime-dependency-installation"]
     children.start("superlink", ["flower-superlink", *tls, *address, *options])
@@ -382,7 +388,7 @@ def _final_params(cfg: config.Config, built: experiment.Experiment) -> np.ndarra
 
 @contextlib.contextmanager
 def _children(logs: Path) -> Iterator[tuple[Children, Path]]:
-    """Children that end when the block does, and a folder for their sockets, whose names must be short."""
+    """Children, and a folder for sockets and keys with a short name; both end when the block does."""
     sockets = Path(tempfile.mkdtemp(prefix="cafcor"))
     children = Children(logs)
     # A terminal that is closed, or a kill, must not leave twenty processes behind.

@@ -1,15 +1,18 @@
 """`scripts/federation.py` in this process: what it starts, keeps going and gives up."""
 
+import dataclasses
 import importlib
 import os
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from cafcor_jax import progress
-from cafcor_jax.errors import UserError
+from cafcor_jax.errors import InUseError, UserError
+from tests.flower import fake
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,29 @@ def test_a_process_that_ends_at_once_again_and_again_is_given_up(children, tmp_p
     wait_for_end(children)
     with pytest.raises(UserError, match=r"The process worker0 has ended: no such thing \(.*worker0.log has"):
         children.revive(told)
+
+
+def test_a_second_launcher_writes_nothing(launcher, tmp_path, monkeypatch):
+    config, logs = fake.make(tmp_path / "run"), tmp_path / "run_processes"
+    monkeypatch.setattr(launcher.experiment, "cache_compilations", lambda config: None)
+    monkeypatch.setattr(launcher.experiment, "build", lambda config, **_: mock.Mock())
+    runs = []
+
+    def run_and_start_again(cfg, *others):
+        runs.append(cfg)
+        if len(runs) == 1:
+            with pytest.raises(InUseError, match=r"The workdir .*run is in use by another process"):
+                launcher.main(config)
+
+    monkeypatch.setattr(launcher, "_run_and_compare", run_and_start_again)
+    monkeypatch.setattr(launcher, "_SETUP_TIMEOUT", mock.Mock(value=1.0))
+    monkeypatch.setattr(launcher, "_ROUND_TIMEOUT", mock.Mock(value=1.0))
+    monkeypatch.setattr(launcher, "_VIRTUAL", mock.Mock(value=False))
+    launcher.main(config)
+    assert len(runs) == 1 and [path.name for path in logs.iterdir()] == [".cafcor.lock"]
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    launcher.main(dataclasses.replace(config, workdir=str(tmp_path / "link" / "run")))
+    assert [cfg.workdir for cfg in runs] == 2 * [str(tmp_path.resolve() / "run")]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to look for processes")
