@@ -12,6 +12,7 @@ import pytest
 
 from cafcor_jax import progress
 from cafcor_jax.errors import InUseError, UserError
+from cafcor_jax.flower import server_app
 from tests.flower import fake
 
 
@@ -75,6 +76,21 @@ def test_a_second_launcher_writes_nothing(launcher, tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
     launcher.main(dataclasses.replace(config, workdir=str(tmp_path / "link" / "run")))
     assert [cfg.workdir for cfg in runs] == 2 * [str(tmp_path.resolve() / "run")]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_server_app_without_its_parent_says_so_and_ends(monkeypatch, capsys, closed):
+    ended = mock.Mock(side_effect=SystemExit)
+    monkeypatch.setattr(os, "_exit", ended)
+    if closed:
+        monkeypatch.setattr("builtins.print", mock.Mock(side_effect=BrokenPipeError))
+    with pytest.raises(SystemExit):
+        server_app._end_without(-1)
+    ended.assert_called_once_with(1)
+    if not closed:
+        assert capsys.readouterr().out.startswith(
+            "error: The process -1 that started this ServerApp has ended"
+        )
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to look for processes")
