@@ -192,8 +192,11 @@ def _run(cfg: config.Config, built: experiment.Experiment, logs: Path, show: pro
     flagfile = logs / "settings.cfg"
     flagfile.write_text(settings.as_flagfile(cfg))
     with _children(logs) as (children, sockets):
-        run_flags = _start_virtual if _VIRTUAL.value else _start_processes
-        flags_of_run = run_flags(children, cfg, logs, flagfile, sockets, show)
+        if _VIRTUAL.value:
+            flags_of_run = _start_virtual(children, cfg, logs, sockets, show)
+        else:
+            _start_processes(children, cfg, logs, flagfile, sockets, show)
+            flags_of_run = []
         run = children.start(
             "run",
             [
@@ -220,8 +223,8 @@ def _start_processes(
     flagfile: Path,
     sockets: Path,
     show: progress.Progress,
-) -> list[str]:
-    """Starts a SuperLink, workers and SuperNodes; returns what `flwr run` needs to be told beside."""
+) -> None:
+    """Starts a SuperLink, workers and SuperNodes."""
     ports = _free_ports(cfg.num_workers + 1)
     with show.phase(f"starting a SuperLink and {cfg.num_workers} workers with their SuperNodes"):
         authority = _start_superlink(children, ports[0], logs, sockets)
@@ -240,19 +243,12 @@ def _start_processes(
             children.start(
                 f"supernode{worker}", ["flower-supernode", *trust, *address, "--node-config", node]
             )
-    return []
 
 
 def _start_virtual(
-    children: Children,
-    cfg: config.Config,
-    logs: Path,
-    flagfile: Path,
-    sockets: Path,
-    show: progress.Progress,
+    children: Children, cfg: config.Config, logs: Path, sockets: Path, show: progress.Progress
 ) -> list[str]:
     """Starts a SuperLink that simulates its SuperNodes; returns what `flwr run` needs to be told beside."""
-    del flagfile
     (port,) = _free_ports(1)
     with show.phase("starting a SuperLink that simulates its SuperNodes"):
         _start_superlink(children, port, logs, sockets, "--simulation")

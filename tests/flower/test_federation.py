@@ -263,9 +263,8 @@ def test_what_a_worker_says_cannot_pass_for_what_the_server_says(tmp_path):
     assert launcher._follow(process, None, built, tmp_path, progress.Silent()) == "so"
 
 
-def test_a_connection_error_that_passes_costs_nothing(tmp_path, monkeypatch):
-    config = make(tmp_path / "run", rounds=1)
-    grid = grid_of(fake.workers(config, tmp_path))
+def refuse_every_first_pull(monkeypatch, grid):
+    """A connection error at the first look for each answer."""
     pull, asked = grid.pull_messages, set()
 
     def pull_at_the_second_time(ids):
@@ -275,6 +274,12 @@ def test_a_connection_error_that_passes_costs_nothing(tmp_path, monkeypatch):
         return pull(ids)
 
     monkeypatch.setattr(grid, "pull_messages", pull_at_the_second_time)
+
+
+def test_a_connection_error_that_passes_costs_nothing(tmp_path, monkeypatch):
+    config = make(tmp_path / "run", rounds=1)
+    grid = grid_of(fake.workers(config, tmp_path))
+    refuse_every_first_pull(monkeypatch, grid)
     assert run(grid, config, server.Timeouts(setup=60, round=60, poll=0.01))["absences"] == []
 
 
@@ -283,15 +288,7 @@ def test_a_connection_error_that_passed_is_not_the_reason_for_silence(tmp_path, 
     members = fake.workers(config, tmp_path)
     grid = grid_of(members)
     grid.nodes[104] = only_in([0], members[4], FAULTS["vanished"][0])
-    pull, asked = grid.pull_messages, set()
-
-    def pull_at_the_second_time(ids):
-        if ids[0] not in asked:
-            asked.add(ids[0])
-            raise httpx.ConnectError("refused")
-        return pull(ids)
-
-    monkeypatch.setattr(grid, "pull_messages", pull_at_the_second_time)
+    refuse_every_first_pull(monkeypatch, grid)
     summary = run(grid, config, server.Timeouts(setup=60, round=0.3, poll=0.01))
     assert summary["absences"] == ["worker 4 in round 1: no answer within 0.3 s"]
 
